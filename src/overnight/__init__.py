@@ -1,0 +1,21 @@
+"""overnight runs PyTorch experiments while people sleep.
+
+Importing this package is free: it loads neither torch, mlflow nor sqlalchemy. ``overnight.trainer`` is what a
+training script imports; ``overnight.Client`` and ``overnight.AsyncClient`` talk to a running server.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+__all__ = ["AsyncClient", "Client", "__version__"]
+
+if TYPE_CHECKING:
+    from overnight.agents.client import AsyncClient, Client
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Client", "AsyncClient"):
+        from overnight.agents import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'overnight' has no attribute {name!r}")

@@ -1,0 +1,6 @@
+"""``python -m overnight`` is the command line."""
+
+from overnight.cli import main
+
+if __name__ == "__main__":
+    main()

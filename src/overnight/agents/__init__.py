@@ -1,0 +1,1 @@
+"""Clients of the HTTP API: the Python client and the agent loop."""

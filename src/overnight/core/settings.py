@@ -1,0 +1,92 @@
+"""One frozen settings object, built once by the command line from the environment and ``overnight.toml``."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from overnight.core.errors import InvalidSpecError
+from overnight.core.paths import Home
+
+PREFIX = "OVERNIGHT_"
+
+
+class Settings(BaseModel):
+    """How this installation behaves. Every field can be set as ``OVERNIGHT_<NAME>`` or in ``<home>/overnight.toml``.
+
+    Attributes:
+        home: Where everything lives.
+        store_url: SQLAlchemy URL; SQLite in the home if None.
+        mlflow_uri: MLflow tracking URI; SQLite in the home if None.
+        host, port: Where the server listens; port 0 takes any free one.
+        pool: ``nvml[:0-3,7]``, ``cpu:N`` or ``fake:N``; NVML if it finds GPUs, else CPU slots, if None.
+        grace_seconds: From a yield to SIGTERM.
+        heartbeat_seconds, lease_seconds: See docs/architecture.md, "Leases".
+        probe_seconds: Between two looks at a device.
+        token: Bearer token for clients; read from the token file if None.
+        server: URL of the server for clients; read from ``server.json`` if None.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    home: Path
+    store_url: str | None = None
+    mlflow_uri: str | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    pool: str | None = None
+    grace_seconds: float = Field(default=30.0, gt=0)
+    heartbeat_seconds: float = Field(default=5.0, gt=0)
+    lease_seconds: float = Field(default=30.0, gt=0)
+    probe_seconds: float = Field(default=5.0, gt=0)
+    token: str | None = Field(default=None, repr=False)
+    server: str | None = None
+
+    @property
+    def paths(self) -> Home:
+        """The layout of the home."""
+        return Home(self.home)
+
+    @property
+    def effective_store_url(self) -> str:
+        """The database's URL with the default filled in."""
+        return self.store_url or f"sqlite:///{self.home / 'overnight.db'}"
+
+    @property
+    def effective_mlflow_uri(self) -> str:
+        """MLflow's tracking URI with the default filled in."""
+        return self.mlflow_uri or f"sqlite:///{self.home / 'mlflow.db'}"
+
+
+def build_settings(env: Mapping[str, str], toml_text: str = "", **overrides: Any) -> Settings:
+    """Settings from, in rising precedence: defaults, the TOML text, the environment, ``overrides`` that are not None.
+
+    Only ``OVERNIGHT_`` names that are fields count: others belong to trials (``OVERNIGHT_TRIAL_ID`` …).
+
+    Raises:
+        InvalidSpecError: A value does not validate, or the TOML has an unknown key; the message names it.
+    """
+    values: dict[str, Any] = {"home": Path(env.get("HOME", "~")).expanduser() / ".overnight"}
+    try:
+        values.update(tomllib.loads(toml_text))
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidSpecError(f"overnight.toml is not TOML: {error}") from None
+    for name in Settings.model_fields:
+        if (text := env.get(PREFIX + name.upper())) not in (None, ""):
+            values[name] = text
+    values.update({k: v for k, v in overrides.items() if v is not None})
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise InvalidSpecError(
+            f"setting {name!r}: {first['msg']} (got {first.get('input')!r})",
+            hint=f"Set {PREFIX}{name.upper()} or {name} in overnight.toml.",
+        ) from None
+    if settings.pool is not None and not re.fullmatch(r"nvml(:[0-9,-]+)?|(cpu|fake):[0-9]+", settings.pool):
+        raise InvalidSpecError(f"pool {settings.pool!r} is none", hint="Use nvml, nvml:0-3,7, cpu:N or fake:N.")
+    return settings.model_copy(update={"home": settings.home.expanduser().absolute()})

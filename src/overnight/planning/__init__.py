@@ -1,0 +1,1 @@
+"""Planners, pruners and judgement: pure functions of what they are given."""

@@ -1,0 +1,1 @@
+"""The running system: scheduler, pools, health, engines, node daemon, HTTP server, sweeps."""

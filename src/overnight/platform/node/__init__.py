@@ -1,0 +1,1 @@
+"""What runs on a node: the daemon, the warm process (zygote) and the supervisor of an attempt."""
