@@ -1,1 +1,5 @@
 """Where devices come from."""
+
+from overnight.platform.pools.pool import Pool, open_pool
+
+__all__ = ["Pool", "open_pool"]

@@ -1,0 +1,1 @@
+"""What device signals mean: causes as data, verdicts from reports and history, the look before a lease."""
