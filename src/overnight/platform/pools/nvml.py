@@ -250,7 +250,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _short_type(name: str) -> str:
-    """``NVIDIA H100 80GB HBM3`` -> ``h100``, ``NVIDIA GeForce RTX 4090`` -> ``rtx4090``: what people write in ``type:``."""
+    """What people write in ``type:``: ``NVIDIA H100 80GB HBM3`` -> ``h100``, ``GeForce RTX 4090`` -> ``rtx4090``."""
     words = [word for word in name.lower().replace("-", " ").split() if word not in ("nvidia", "tesla", "geforce")]
     if not words:
         return "gpu"
