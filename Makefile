@@ -33,7 +33,7 @@ check: setup  ## lint, types, import rules, migrations
 	$(BIN)/python -m overnight db check --fresh
 
 bench: setup  ## measure against peers, side by side
-	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+	@for b in benchmarks/[!_]*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
 
 soak: setup  ## long tests
 	$(BIN)/python -m pytest -m soak --timeout 7200
