@@ -1,1 +1,1 @@
-"""Clients of the HTTP API: the Python client and the agent loop."""
+"""Clients of the HTTP API: the typed client, code snapshots, and how a server is found."""

@@ -1,0 +1,102 @@
+"""Finding the server, so that nobody types an address.
+
+``server.json`` in the home says where the server listens and which process it is. A pid alone is never trusted: the
+start time and the boot must fit too, or the file is what a dead server left behind.
+"""
+
+import json
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overnight.core.errors import BadTokenFileError, ServerAwayError
+from overnight.core.settings import Settings
+
+START_HINT = "Start one: overnight up -d"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to send requests and with what right."""
+
+    url: str
+    token: str | None = field(default=None, repr=False)
+
+
+def find_server(settings: Settings) -> Address:
+    """The address of the server that these settings mean: ``settings.server``, else the one of the home.
+
+    Raises:
+        ServerAwayError: No server runs for the home.
+        BadTokenFileError: The token file is there but of no use.
+    """
+    if settings.server:
+        return Address(settings.server.rstrip("/"), settings.token or read_token(settings.paths.token_file))
+    identity = read_identity(settings.paths.server_file)
+    if identity is None or not is_alive(identity):
+        raise ServerAwayError(f"no server is running for {settings.home}", hint=START_HINT)
+    url = str(identity.get("url", "")).rstrip("/")
+    if not url:
+        raise ServerAwayError(f"{settings.paths.server_file} names no address", hint="Restart it: overnight up -d")
+    return Address(url, settings.token or read_token(settings.paths.token_file))
+
+
+def is_supervised(settings: Settings) -> bool:
+    """Whether an ``overnight up`` looks after this home, so that a server that is away will be back soon."""
+    identity = read_identity(settings.paths.up_lock)
+    return identity is not None and is_alive(identity)
+
+
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a lock or address file, None if there is none (yet)."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def is_alive(identity: dict[str, Any]) -> bool:
+    """Whether the process of ``{"pid", "start", "boot"}`` is still the same one and no zombie."""
+    pid = identity.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    if fields[0] in ("Z", "X"):
+        return False
+    start, boot = identity.get("start"), identity.get("boot")
+    return start in (None, int(fields[19]), fields[19]) and boot in (None, "", _boot_id())
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def read_token(path: Path) -> str | None:
+    """The bearer token of a token file; None if there is no file.
+
+    Raises:
+        BadTokenFileError: It cannot be read, is open to other users, or does not hold one line of printable ASCII.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadTokenFileError(f"the token file {path} cannot be read: {error}", hint=_NEW_TOKEN) from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise BadTokenFileError(f"the token file {path} is open to other users", hint=f"Close it: chmod 600 {path}")
+    if not text or len(text) > 4096 or not text.isascii() or not text.isprintable() or " " in text:
+        raise BadTokenFileError(f"the token file {path} does not hold a token", hint=_NEW_TOKEN)
+    return text
+
+
+_NEW_TOKEN = "Move it away and start the server again (overnight down; overnight up -d): it writes a new one."
