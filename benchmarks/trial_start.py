@@ -161,7 +161,9 @@ def ray_starts(folder: Path, count: int) -> list[float]:
     return found[1:]
 
 
-def rows(first_line: list[float], first_batch: list[float], cold: dict[str, list[float]], ray: list[float]) -> list[Row]:
+def rows(
+    first_line: list[float], first_batch: list[float], cold: dict[str, list[float]], ray: list[float]
+) -> list[Row]:
     """One row per measure and peer."""
     result = [
         Row("start_first_line_ms", "ms", median(first_line), median(cold["line"]), "python, import torch", "<= 25"),
@@ -178,7 +180,9 @@ def rows(first_line: list[float], first_batch: list[float], cold: dict[str, list
     if ray:
         result.append(Row("start_first_line_ms", "ms", median(first_line), median(ray), "Ray Tune trial", "<= 25"))
     else:
-        result.append(Row("start_first_line_ms", "ms", median(first_line), None, "Ray Tune (extra ray not installed)", "<= 25"))
+        result.append(
+            Row("start_first_line_ms", "ms", median(first_line), None, "Ray Tune (extra ray not installed)", "<= 25")
+        )
     return result
 
 

@@ -114,7 +114,9 @@ class QueueScreen(Screen[None]):
         yield Static(id="summary", markup=False)
         yield Static(id="problem", markup=False)
         yield Static(id="devices", markup=False)
-        yield LineTable(COLUMNS, empty="Nothing here yet. Submit a trial: overnight submit train.py --lr 0.001", id="trials")
+        yield LineTable(
+            COLUMNS, empty="Nothing here yet. Submit a trial: overnight submit train.py --lr 0.001", id="trials"
+        )
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
