@@ -1,0 +1,117 @@
+"""The ``demo`` command: makes a home, starts ``overnight up`` in it, plays the scenario, shows what came out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from overnight.core.errors import NotFoundError, OvernightError
+from overnight.core.settings import Settings
+
+STOP_SECONDS = 20.0
+
+
+def find_example(name: str) -> Path:
+    """An example script: shipped in the wheel, or in the checkout.
+
+    Raises:
+        NotFoundError: Neither has it.
+    """
+    import overnight
+
+    package = Path(overnight.__file__).parent
+    for folder in (package / "examples", package.parents[1] / "examples"):
+        if (folder / name).is_file():
+            return folder / name
+    raise NotFoundError(f"the example {name} is not part of this installation", hint="Run the demo from a checkout.")
+
+
+@contextmanager
+def running_up(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
+    """``overnight up`` as a child process; at the end it is asked to stop everything, then made to."""
+    env = {**os.environ, "OVERNIGHT_HOME": str(settings.home), "OVERNIGHT_POOL": settings.pool or "fake:4"}
+    settings.paths.logs.mkdir(parents=True, exist_ok=True)
+    with (settings.paths.logs / "up.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "overnight", "up"],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def demo_command(*, json_output: bool, home: Path | None = None, trials: int = 12, plain: bool = False) -> int:
+    """Runs the demo.
+
+    Args:
+        json_output: Print one envelope instead of pages.
+        home: Where to play; a fresh temporary folder if None. It is kept, for looking around.
+        trials: Trials of the sweep, at least 12.
+        plain: Lines instead of the live screen.
+
+    Returns:
+        Exit code: 0 if everything came out as promised.
+    """
+
+    from overnight.agents.client import AsyncClient, Client
+    from overnight.cli.demo.scenario import Scenario, demo_config
+    from overnight.cli.demo.story import Story
+    from overnight.cli.demo.view import run_scenario, show_final
+
+    console = Console(stderr=json_output)
+    place = home or Path(tempfile.mkdtemp(prefix="overnight-demo-"))
+    settings = Settings(home=place.absolute(), pool="fake:4", probe_seconds=0.5, heartbeat_seconds=1.0)
+    script = find_example("digits.py")
+    live = console.is_terminal and not plain and not json_output
+    try:
+        with running_up(settings):
+            story = Story()
+            scenario = Scenario(
+                AsyncClient.from_settings(settings),
+                settings.paths,
+                story,
+                demo_config(script, sys.executable, None),
+                num_trials=max(12, trials),
+            )
+            facts = run_scenario(
+                scenario, live=live, say=lambda line: console.print(line, markup=False, highlight=False)
+            )
+            board = Client.from_settings(settings).leaderboard("digits")
+    except OvernightError as error:
+        if json_output:
+            print(
+                json.dumps(
+                    {
+                        "v": 1,
+                        "error": {k: v for k, v in error.to_dict().items() if k in ("code", "message", "retryable")},
+                    }
+                )
+            )
+        else:
+            console.print(f"The demo failed: {error}", style="red", markup=False)
+        return 1
+    if json_output:
+        print(json.dumps({"v": 1, "data": facts.to_dict()}))
+    else:
+        show_final(console, facts, board, settings)
+    for problem in facts.problems:
+        console.print(f"Not as promised: {problem}", style="red", markup=False)
+    return 1 if facts.problems else 0
