@@ -10,6 +10,7 @@ what happened and a ``hint`` that says what to do next::
     │   ├── NotFoundError            no such experiment, trial, device …
     │   ├── UnsatisfiableError       no node could ever give what the trial asks for
     │   ├── ScriptError              the script is missing or does not parse
+    │   ├── BodyTooLargeError        more bytes in one call than the server takes
     │   └── RefusedError             a rule of the house says no (budget, policy)
     ├── ConflictError            the world moved on
     │   ├── StaleAttemptError        the writer's (attempt, generation) is no longer the current one
@@ -108,6 +109,12 @@ class ScriptError(BadInputError):
     """The script is missing, unreadable or does not parse."""
 
     code = "script"
+
+
+class BodyTooLargeError(BadInputError):
+    """More bytes in one call than the server takes."""
+
+    code = "body_too_large"
 
 
 class RefusedError(BadInputError):
