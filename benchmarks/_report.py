@@ -87,5 +87,5 @@ def publish(name: str, rows: list[Row], *, as_json: bool) -> None:
         table.add_column(title)
     for row in rows:
         shown = [row.measure, row.unit, row.ours, row.peer, row.peer_name, row.ratio, row.goal, row.met]
-        table.add_row(*("–" if value is None else str(value) for value in shown))
+        table.add_row(*("-" if value is None else str(value) for value in shown))
     Console().print(table)

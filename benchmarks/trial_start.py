@@ -130,7 +130,7 @@ def cold_starts(folder: Path, source: str, count: int, name: str) -> list[float]
 
 
 def ray_starts(folder: Path, count: int) -> list[float]:
-    """Ray Tune: from ``fit()`` to the first line of the trainable, on a cluster that is already up. Empty without Ray."""
+    """Ray Tune: from ``fit()`` to the trainable's first line, on a cluster that is up. Empty without Ray."""
     try:
         import ray
         from ray import tune
@@ -193,7 +193,7 @@ def main() -> None:
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="overnight-bench-") as name:
         folder = Path(name)
-        with server(folder) as settings, Client.from_settings(settings) as client:
+        with server(folder) as settings, Client(settings) as client:
             line = overnight_starts(client, folder, FIRST_LINE, arguments.trials, "line")
             batch = overnight_starts(client, folder, FIRST_BATCH, max(5, arguments.trials // 5), "batch")
         cold = {

@@ -46,5 +46,5 @@ def run_tui(settings: Settings) -> None:
     Raises:
         ServerAwayError: There is no server and never was one in this home.
     """
-    client = AsyncClient.from_settings(settings)
+    client = AsyncClient(settings)
     OvernightApp(ServerSource(client)).run()

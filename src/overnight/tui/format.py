@@ -58,7 +58,7 @@ def priority(value: PriorityClass) -> Text:
 
 def number(value: float | None, digits: int = 4) -> Text:
     """An objective, or a dash."""
-    return Text("–" if value is None else f"{value:.{digits}g}", no_wrap=True)
+    return Text("-" if value is None else f"{value:.{digits}g}", no_wrap=True)
 
 
 def duration(seconds: float) -> str:
@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 def elapsed(start: datetime | None, end: datetime | None, now: datetime) -> Text:
     """Running time so far, or in all."""
     if start is None:
-        return Text("–")
+        return Text("-")
     return Text(duration(((end or now) - start).total_seconds()), no_wrap=True)
 
 

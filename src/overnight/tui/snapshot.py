@@ -6,14 +6,14 @@ without a server, and the server untouched by how often somebody scrolls.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from overnight.agents.client import AsyncClient
 from overnight.core.enums import TrialState
 from overnight.core.errors import OvernightError, UnavailableError
-from overnight.core.models.api import Device, Event, Status, Sweep, Trial
+from overnight.core.models.api import Device, Status, Sweep, Trial
+from overnight.core.states import END_STATES
 
 REFRESH_SECONDS = 0.5
 """A refresh at most twice a second: faster is not readable and costs the server and the terminal."""
@@ -37,7 +37,6 @@ class Snapshot:
     running: tuple[Trial, ...] = ()
     queued: tuple[Trial, ...] = ()
     ended: tuple[Trial, ...] = ()
-    events: tuple[Event, ...] = ()
     problem: str = ""
 
     @property
@@ -103,20 +102,19 @@ class ServerSource:
             status, queued, ended = await asyncio.gather(
                 self.client.status(),
                 self.client.queue(limit=self.queue_rows),
-                self.client.trials(state=["completed", "pruned", "failed", "cancelled"], limit=self.ended_rows),
+                self.client.trials(state=END_STATES, limit=self.ended_rows),
             )
         except OvernightError as error:
             last = self._last
-            return Snapshot(last.status, last.running, last.queued, last.ended, last.events, error.message)
+            return Snapshot(last.status, last.running, last.queued, last.ended, error.message)
         running = tuple(sorted(status.running, key=lambda trial: (trial.devices, trial.name)))
-        return Snapshot(status, running, tuple(queued), tuple(ended.items))
+        return Snapshot(status, running, queued.items, ended.items)
 
     async def _watch(self) -> None:
         while True:
             try:
-                async with aclosing(self.client.events()) as events:
-                    async for _ in events:
-                        self._changed.set()
+                async for _ in self.client.events():
+                    self._changed.set()
             except UnavailableError:
                 self._changed.set()
             await asyncio.sleep(REFRESH_SECONDS)

@@ -12,10 +12,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from overnight.agents.client import AsyncClient, Client
+from overnight.cli.demo.facts import Facts
+from overnight.cli.demo.scenario import Scenario, demo_config
+from overnight.cli.demo.story import Story
+from overnight.cli.demo.view import run_scenario, show_final
 from overnight.core.errors import NotFoundError, OvernightError
+from overnight.core.models.api import Leaderboard
 from overnight.core.settings import Settings
 
 STOP_SECONDS = 20.0
+MIN_TRIALS = 12
 
 
 def find_example(name: str) -> Path:
@@ -34,9 +41,15 @@ def find_example(name: str) -> Path:
 
 
 @contextmanager
-def running_up(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
+def running_up(settings: Settings) -> Iterator[None]:
     """``overnight up`` as a child process; at the end it is asked to stop everything, then made to."""
-    env = {**os.environ, "OVERNIGHT_HOME": str(settings.home), "OVERNIGHT_POOL": settings.pool or "fake:4"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OVERNIGHT_")}
+    env |= {
+        "OVERNIGHT_HOME": str(settings.home),
+        "OVERNIGHT_POOL": settings.pool or "",
+        "OVERNIGHT_PROBE_SECONDS": str(settings.probe_seconds),
+        "OVERNIGHT_HEARTBEAT_SECONDS": str(settings.heartbeat_seconds),
+    }
     settings.paths.logs.mkdir(parents=True, exist_ok=True)
     with (settings.paths.logs / "up.log").open("ab") as log:
         process = subprocess.Popen(
@@ -48,7 +61,7 @@ def running_up(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
             start_new_session=True,
         )
     try:
-        yield process
+        yield
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -58,11 +71,28 @@ def running_up(settings: Settings) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def demo_command(*, json_output: bool, home: Path | None = None, trials: int = 12, plain: bool = False) -> int:
+def _play(settings: Settings, console: Console, *, trials: int, live: bool) -> tuple[Facts, Leaderboard]:
+    script = find_example("digits.py")
+    with running_up(settings):
+        scenario = Scenario(
+            AsyncClient(settings),
+            settings.paths,
+            Story(),
+            demo_config(script, sys.executable),
+            num_trials=trials,
+        )
+        facts = run_scenario(
+            scenario, live=live, say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+        )
+        with Client(settings) as client:
+            return facts, client.leaderboard("digits")
+
+
+def demo_command(*, json_output: bool, home: Path | None = None, trials: int = MIN_TRIALS, plain: bool = False) -> int:
     """Runs the demo.
 
     Args:
-        json_output: Print one envelope instead of pages.
+        json_output: Print one envelope instead of pages; the story goes to stderr.
         home: Where to play; a fresh temporary folder if None. It is kept, for looking around.
         trials: Trials of the sweep, at least 12.
         plain: Lines instead of the live screen.
@@ -70,43 +100,17 @@ def demo_command(*, json_output: bool, home: Path | None = None, trials: int = 1
     Returns:
         Exit code: 0 if everything came out as promised.
     """
-
-    from overnight.agents.client import AsyncClient, Client
-    from overnight.cli.demo.scenario import Scenario, demo_config
-    from overnight.cli.demo.story import Story
-    from overnight.cli.demo.view import run_scenario, show_final
-
     console = Console(stderr=json_output)
     place = home or Path(tempfile.mkdtemp(prefix="overnight-demo-"))
     settings = Settings(home=place.absolute(), pool="fake:4", probe_seconds=0.5, heartbeat_seconds=1.0)
-    script = find_example("digits.py")
     live = console.is_terminal and not plain and not json_output
     try:
-        with running_up(settings):
-            story = Story()
-            scenario = Scenario(
-                AsyncClient.from_settings(settings),
-                settings.paths,
-                story,
-                demo_config(script, sys.executable, None),
-                num_trials=max(12, trials),
-            )
-            facts = run_scenario(
-                scenario, live=live, say=lambda line: console.print(line, markup=False, highlight=False)
-            )
-            board = Client.from_settings(settings).leaderboard("digits")
+        facts, board = _play(settings, console, trials=max(MIN_TRIALS, trials), live=live)
     except OvernightError as error:
         if json_output:
-            print(
-                json.dumps(
-                    {
-                        "v": 1,
-                        "error": {k: v for k, v in error.to_dict().items() if k in ("code", "message", "retryable")},
-                    }
-                )
-            )
-        else:
-            console.print(f"The demo failed: {error}", style="red", markup=False)
+            known = {name: error.to_dict()[name] for name in ("code", "message", "retryable")}
+            print(json.dumps({"v": 1, "error": known}))
+        console.print(f"The demo failed: {error}", style="red", markup=False)
         return 1
     if json_output:
         print(json.dumps({"v": 1, "data": facts.to_dict()}))

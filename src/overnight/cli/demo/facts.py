@@ -63,10 +63,8 @@ class Facts:
             found.append(f"{self.samples_repeated} samples repeated, {self.samples_skipped} skipped")
         if not self.undisturbed_match:
             found.append("the interrupted trial's weights differ from those of its undisturbed rerun")
-        for name in ("device_faults", "preemptions", "server_restarts"):
-            if not getattr(self, name):
-                found.append(f"{name.replace('_', ' ')}: none happened")
-        return found
+        events = ("device_faults", "preemptions", "server_restarts")
+        return found + [f"{name.replace('_', ' ')}: none happened" for name in events if not getattr(self, name)]
 
 
 def final_weights(trial: Trial) -> str:

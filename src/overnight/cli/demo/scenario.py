@@ -90,7 +90,7 @@ class Scenario:
 
     async def _sweep(self) -> str:
         self.story.begin("sweep")
-        sweep = await self.client.create_sweep(
+        sweep = await self.client.start_sweep(
             SweepIn(
                 config=self.config.model_copy(update={"priority": PriorityClass.EXPLORATORY}),
                 sweep=SweepConfig(
@@ -253,13 +253,12 @@ class Scenario:
         )
 
 
-def demo_config(script: Path, python: str, code: str | None) -> TrialConfig:
+def demo_config(script: Path, python: str) -> TrialConfig:
     """What every trial of the demo runs."""
     return TrialConfig(
         experiment="digits",
         run=Command(kind=RunKind.SCRIPT, target=script.name),
         python=python,
-        workdir=None if code else str(script.parent),
-        code=code,
+        workdir=str(script.parent),
         objective=Objective(metric="val_accuracy", mode=Mode.MAX),
     )

@@ -31,19 +31,17 @@ class Beat:
 
 BEATS = (
     Beat("start", "Server and node start", "One command; SQLite and MLflow in a folder, nothing to configure."),
-    Beat(
-        "sweep", "A TPE sweep keeps four devices busy", "A finished trial makes room for the next proposal: no barrier."
-    ),
+    Beat("sweep", "A TPE sweep keeps four devices busy", "Each trial that ends makes room for the next: no barrier."),
     Beat("fault", "A device breaks", "It is quarantined; its trial goes on elsewhere from its last checkpoint."),
     Beat(
         "urgent",
         "An urgent trial comes in",
-        "An exploratory trial yields, keeps its place in the queue and loses nothing.",
+        "An exploratory trial yields, keeps its place and loses nothing.",
     ),
     Beat(
         "kill",
         "The server is killed (SIGKILL)",
-        "Workers train on; the next server adopts them. No state lives in memory.",
+        "Workers train on; the next server adopts them.",
     ),
     Beat("finish", "The sweep ends", "Every proposal has become a result in MLflow."),
     Beat("proof", "One interrupted trial runs again, undisturbed", "The final weights must be equal, bit for bit."),

@@ -1,4 +1,4 @@
-"""How the demo looks: a live screen where there is a terminal, calm lines where there is none, and the page at the end."""
+"""How the demo looks: a live screen in a terminal, calm lines elsewhere, and a page at the end."""
 
 import asyncio
 import time
@@ -122,10 +122,9 @@ async def play_plain(scenario: Scenario, say: Callable[[str], None]) -> Facts:
         told.add((beat.key, beat.state))
         if first:
             sign, _ = SIGNS[beat.state]
-            why = f" ({beat.why})" if beat.state is BeatState.HAPPENING else ""
-            say(
-                f"{time.monotonic() - began:6.1f} s  {sign} {beat.title}: {beat.detail or beat.why}{why if beat.detail else ''}"
-            )
+            words = [beat.detail] if beat.detail else []
+            words += [beat.why] if beat.state is BeatState.HAPPENING else []
+            say(f"{time.monotonic() - began:6.1f} s  {sign} {beat.title}. {' - '.join(words)}")
 
     scenario.story.listeners.append(listener)
     return await scenario.play()
@@ -157,21 +156,22 @@ def final_page(facts: Facts, board: Leaderboard, settings: Settings) -> Group:
     def line(ok: bool, text: str) -> Text:
         return (good if ok else bad).copy().append(text, style="" if ok else "bold red")
 
+    whole = (
+        facts.samples_recorded == facts.samples_expected and not facts.samples_repeated and not facts.samples_skipped
+    )
     lines = [
         line(not facts.trials_failed, f"{facts.trials_completed} trials completed, {facts.trials_failed} failed"),
         line(facts.device_faults > 0, f"{facts.device_faults} device broke; its trial went on elsewhere"),
         line(facts.preemptions > 0, f"{facts.preemptions} pre-emption for an urgent trial"),
         line(facts.server_restarts > 0, f"{facts.server_restarts} SIGKILL and restart of the server"),
         line(
-            facts.samples_recorded == facts.samples_expected
-            and not facts.samples_repeated
-            and not facts.samples_skipped,
+            whole,
             f"{facts.samples_recorded:,} of {facts.samples_expected:,} samples trained on, "
             f"{facts.samples_repeated} repeated, {facts.samples_skipped} skipped",
         ),
         line(
             facts.undisturbed_match,
-            "an interrupted trial and its undisturbed rerun ended with the same weights, bit for bit",
+            "an interrupted trial and its undisturbed rerun have equal weights, bit for bit",
         ),
         Text(f"  devices busy {facts.utilization:.0%} of the time; {facts.seconds:.0f} s in all", style="dim"),
     ]

@@ -27,6 +27,8 @@ COLUMNS = (
     Column("detail", "Params", 16, grow=True, priority=1),
 )
 
+EMPTY = "Nothing here yet. Submit a trial: overnight submit train.py --lr 0.001"
+
 
 def summary(snapshot: Snapshot) -> Text:
     """The line of counts on top."""
@@ -88,9 +90,9 @@ def trial_row(trial: Trial, now: datetime) -> Row:
             "state": look.state(trial.state),
             "class": look.priority(trial.priority),
             "value": look.number(trial.value),
-            "step": Text(str(trial.step) if trial.step else "–"),
+            "step": Text(str(trial.step) if trial.step else "-"),
             "time": look.elapsed(trial.started_at, trial.ended_at, now),
-            "attempt": Text(str(trial.attempts_made) if trial.attempts_made else "–"),
+            "attempt": Text(str(trial.attempts_made) if trial.attempts_made else "-"),
             "device": look.plain(" ".join(name.rpartition("/")[2] for name in trial.devices), 30),
             "detail": detail,
         },
