@@ -27,6 +27,10 @@ def test_the_client_needs_no_server_parts() -> None:
     assert not loaded_by("from overnight import Client") & HEAVY
 
 
+def test_the_dashboard_needs_no_server_parts() -> None:
+    assert not loaded_by("import overnight.tui.app") & (HEAVY - {"textual"})
+
+
 def test_the_trainer_needs_neither_server_parts_nor_pydantic() -> None:
     assert not loaded_by("import overnight.trainer") & ((HEAVY | {"pydantic", "httpx"}) - {"torch"})
 

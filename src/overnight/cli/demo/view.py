@@ -34,9 +34,9 @@ def beat_lines(beat: Beat) -> Text:
     text = Text(f" {sign} ", style=style, no_wrap=True, overflow="ellipsis")
     text.append(beat.title, style="bold" if beat.state is BeatState.HAPPENING else style if sign == "·" else "")
     if beat.detail:
-        text.append("  ").append(
-            look.plain(beat.detail, 160), style="cyan" if beat.state is BeatState.HAPPENING else "dim"
-        )
+        detail = look.plain(beat.detail, 160)
+        detail.stylize("cyan" if beat.state is BeatState.HAPPENING else "dim")
+        text.append("  ").append(detail)
     if beat.state is BeatState.HAPPENING:
         text.append(f"\n   {beat.why}", style="italic bright_black")
     return text
