@@ -198,9 +198,17 @@ class SweepIn(Wire):
 
 
 class Sweep(Wire):
-    """A search and how far it is."""
+    """A search and how far it is.
+
+    Attributes:
+        parent_id: The registration whose schedule started it.
+        schedule: Set on a registration only: it makes no trials, its runs do.
+        proposed: Accepted trials.
+        next_run_at: When the schedule starts the next run.
+    """
 
     id: str
+    parent_id: str | None = None
     experiment: str
     sweep: SweepConfig
     config: TrialConfig
