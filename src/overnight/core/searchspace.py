@@ -98,47 +98,64 @@ def _choices(raw: Any, path: Path) -> list[Any]:
     return values
 
 
-_CONDITION = re.compile(r"\s*([\w.\-/]+)\s*==\s*(.+?)\s*")
+_EQUALS = re.compile(r"\s*([\w.\-/]+)\s*==\s*(.+?)\s*")
+_WORD = re.compile(r"[^\W\d][\w.-]*")
 
 
 def _condition(raw: Any, path: Path) -> str | None:
-    """``other == "value"`` with the value as JSON; a bare word is taken for text."""
+    """The text of a condition; planners know its whole language. A bare word after ``==`` is taken for text."""
     if raw is None:
         return None
-    match = _CONDITION.fullmatch(raw) if isinstance(raw, str) else None
-    if match is None:
+    if not isinstance(raw, str) or not raw.strip():
         raise Misplaced(path, f"{raw!r} is no condition"[:200], 'Write: when: opt.name == "muon"')
+    match = _EQUALS.fullmatch(raw)
+    if match and _WORD.fullmatch(match[2]) and match[2] not in ("true", "false", "null", "True", "False", "None"):
+        return f"{match[1]} == {json.dumps(match[2])}"
+    return raw.strip()
+
+
+def _equality(condition: str | None) -> tuple[str, Any] | None:
+    """The param and the value of a condition that is a plain ``name == value``; None for any other."""
+    match = _EQUALS.fullmatch(condition or "")
+    if match is None:
+        return None
     text = match[2]
     if len(text) >= 2 and text[0] == text[-1] == "'":
         text = json.dumps(text[1:-1])
     try:
-        value = json.loads(text)
+        return match[1], json.loads(text)
     except ValueError:
-        value = text
-    return f"{match[1]} == {json.dumps(value)}"
+        return None
 
 
 def _check_condition(
     name: str, distribution: Distribution, space: dict[str, Distribution], fixed: dict[str, Any], path: Path
 ) -> None:
-    if distribution.when is None:
+    """Finds the common slips early: a param that is not there, a value that never comes, a circle."""
+    if (equality := _equality(distribution.when)) is None:
         return
-    other, _, text = distribution.when.partition(" == ")
+    other, value = equality
     where = (*path, name, "when")
     if other not in space and other not in fixed:
         close = difflib.get_close_matches(other, [*space, *fixed], n=1)
         raise Misplaced(where, f"there is no param {other!r}", f"Did you mean {close[0]!r}?" if close else "")
-    seen, current = {name}, other
-    while current in space and (condition := space[current].when) is not None:
-        if current in seen:
-            raise Misplaced(where, f"the conditions of {name!r} and {current!r} wait for each other", "Drop one.")
+    if _waits_for(other, name, space):
+        raise Misplaced(where, f"{name!r} depends on itself", "Drop one of the conditions.")
+    choices = space[other].choices if other in space else ()
+    if choices and value not in choices:
+        shown = json.dumps(list(choices))[:200]
+        raise Misplaced(where, f"{other!r} is never {json.dumps(value)}", f"Its choices: {shown}")
+
+
+def _waits_for(start: str, goal: str, space: dict[str, Distribution]) -> bool:
+    current, seen = start, set[str]()
+    while current not in seen:
+        if current == goal:
+            return True
         seen.add(current)
-        current = condition.partition(" == ")[0]
-    if other == name:
-        raise Misplaced(where, f"{name!r} depends on itself", "Drop the condition.")
-    chosen = space[other].choices if other in space and space[other].kind == "choice" else None
-    if chosen is not None and json.loads(text) not in chosen:
-        raise Misplaced(where, f"{other!r} is never {text}", f"Its choices: {json.dumps(list(chosen))[:200]}")
+        equality = _equality(space[current].when) if current in space else None
+        current = equality[0] if equality else current
+    return False
 
 
 def _build(data: dict[str, Any], path: Path) -> Distribution:
