@@ -28,7 +28,7 @@ def random_source(seed: int, number: int, purpose: str) -> random.Random:
 
 def first_number(history: Sequence[Observation]) -> int:
     """The number of the next proposal."""
-    return 1 + max((observation.number for observation in history), default=-1)
+    return 1 + max((-1, *(observation.number for observation in history)))
 
 
 class Distinct:

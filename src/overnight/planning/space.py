@@ -63,8 +63,8 @@ class Param:
             return None
         if self.size is None:
             return float(value) if self.low <= value <= self.high else None
-        index = (Decimal(str(value)) - self.origin) / self.step
-        return int(index) if index == index.to_integral_value() and 0 <= index < self.size else None
+        index = round((Decimal(str(value)) - self.origin) / self.step)
+        return index if 0 <= index < self.size and self.decode(index) == value else None
 
     def at(self, unit: float) -> Internal:
         """The index or number at ``unit`` in [0, 1): uniform over values, log-uniform where asked."""
