@@ -1,0 +1,186 @@
+"""Counts from the sample records whether a trial trained on every sample exactly once.
+
+Several attempts may have computed the same update: one was killed after its last checkpoint, the next one forked from
+that checkpoint and did the lost updates again. Only what the surviving lineage did counts, so records are cut at the
+fork points that the fences name.
+
+From a process without torch: ``python -m overnight.trainer.data.audit TRIAL_DIR`` prints the audit as JSON.
+"""
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overnight.trainer.data.record import Declaration, Entry, RankRecord, read_attempts
+
+Token = tuple[int, int]
+
+_FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json")
+_CHECKPOINT = re.compile(r"step-(\d+)\.attempt-(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the records of a trial say.
+
+    Attributes:
+        expected: Samples that should have been consumed; None if no loader declared a number of epochs.
+        recorded: Samples that the surviving lineage consumed, repeats included.
+        repeated: How many of them were consumed before in the same epoch.
+        skipped: Samples that should have been consumed and were not.
+        updates: Updates of the surviving lineage.
+    """
+
+    expected: int | None
+    recorded: int
+    repeated: int
+    skipped: int
+    updates: int
+
+
+def audit(trial_dir: Path, *, checkpoints: Path | None = None, finished: bool = True) -> Audit:
+    """Audits a trial from its records alone.
+
+    Args:
+        trial_dir: The trial's folder, with ``attempts/``.
+        checkpoints: Its checkpoint place, ``<trial_dir>/checkpoints`` by default.
+        finished: Whether every declared epoch should be there. If not (a trial that was stopped, or still runs), only
+            samples before the furthest one recorded can be skipped, and ``expected`` counts up to there.
+    """
+    records = list(read_attempts(trial_dir))
+    forks = read_forks(checkpoints or trial_dir / "checkpoints")
+    limits = lineage(forks, {token for record in records for token in record.tokens})
+    kept = [entry for record in records for entry in record.entries if _is_kept(entry, limits)]
+    by_loader: dict[str, list[Entry]] = defaultdict(list)
+    for entry in kept:
+        by_loader[entry.loader].append(entry)
+    declared = _newest_declarations(records)
+    for name in declared:
+        by_loader.setdefault(name, [])
+    counts = [_count(entries, declared.get(name), finished) for name, entries in by_loader.items()]
+    expected = [count.expected for count in counts if count.expected is not None]
+    return Audit(
+        expected=sum(expected) if expected else None,
+        recorded=sum(count.recorded for count in counts),
+        repeated=sum(count.repeated for count in counts),
+        skipped=sum(count.skipped for count in counts),
+        updates=len({entry.step for entry in kept}),
+    )
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a token went on from: ``parent`` is None at a fresh start, ``step`` is what it had done by then."""
+
+    step: int
+    parent: Token | None
+
+
+def read_forks(checkpoints: Path) -> dict[Token, Fork]:
+    """The fork point of every token that claimed a checkpoint place. Unreadable fences are left out."""
+    forks: dict[Token, Fork] = {}
+    for path in checkpoints.glob("fence-*.json"):
+        name = _FENCE.fullmatch(path.name)
+        if name is None:
+            continue
+        try:
+            body = json.loads(path.read_bytes())
+            parent = _CHECKPOINT.fullmatch(str(body.get("parent")))
+            step = int(parent[1]) if parent else int(body["step"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        forks[int(name[1]), int(name[2])] = Fork(step, (int(parent[2]), int(parent[3])) if parent else None)
+    return forks
+
+
+def lineage(forks: dict[Token, Fork], tokens: set[Token]) -> dict[Token, float]:
+    """The tokens whose work survives, each with the step below which it does (infinite for the newest).
+
+    Args:
+        forks: What the fences say.
+        tokens: Those that wrote a record.
+    """
+    limits: dict[Token, float] = {}
+    token = max(tokens | set(forks), default=None)
+    limit = float("inf")
+    while token is not None and token not in limits:
+        limits[token] = limit
+        fork = forks.get(token, Fork(0, None))
+        limit = min(limit, fork.step)
+        # A fence that names a step but no checkpoint goes on from whatever came before it.
+        older = [one for one in tokens | set(forks) if one < token] if fork.step else []
+        token = fork.parent or max(older, default=None)
+    return limits
+
+
+def _is_kept(entry: Entry, limits: dict[Token, float]) -> bool:
+    return entry.step < limits.get((entry.attempt, entry.generation), 0)
+
+
+def _newest_declarations(records: list[RankRecord]) -> dict[str, Declaration]:
+    newest: dict[str, tuple[Token, Declaration]] = {}
+    for record in records:
+        for (token, name), declaration in record.declarations.items():
+            if name not in newest or token >= newest[name][0]:
+                newest[name] = token, declaration
+    return {name: declaration for name, (_, declaration) in newest.items()}
+
+
+def _count(entries: list[Entry], declared: Declaration | None, finished: bool) -> Audit:
+    epochs: dict[int, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        epochs[entry.epoch].append(entry)
+    declared = declared or Declaration(None, None, False)
+    recorded, distinct, skipped, due_total = 0, 0, 0, 0
+    for epoch in range(_num_epochs(epochs, declared, finished)):
+        positions, indices = _consumed(epochs.get(epoch, []))
+        num_distinct = len(np.unique(positions))
+        if not declared.repeats:
+            num_distinct = min(num_distinct, len(np.unique(indices)))
+        is_whole = (finished and declared.epochs is not None) or epoch < max(epochs, default=0)
+        furthest = int(positions.max()) + 1 if len(positions) else 0
+        due = declared.samples_per_epoch if is_whole and declared.samples_per_epoch is not None else furthest
+        recorded += len(positions)
+        distinct += num_distinct
+        due_total += due
+        skipped += max(0, due - num_distinct)
+    is_known = declared.epochs is not None or not finished
+    return Audit(
+        expected=due_total if is_known else None,
+        recorded=recorded,
+        repeated=recorded - distinct,
+        skipped=skipped,
+        updates=len({entry.step for entry in entries}),
+    )
+
+
+def _num_epochs(epochs: dict[int, list[Entry]], declared: Declaration, finished: bool) -> int:
+    seen = max(epochs, default=-1) + 1
+    return max(seen, declared.epochs or 0) if finished else seen
+
+
+def _consumed(entries: list[Entry]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if not entries:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    positions = np.concatenate([entry.positions for entry in entries])
+    return positions, np.concatenate([entry.indices for entry in entries])
+
+
+def main() -> None:
+    """Prints the audit of a trial's folder as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m overnight.trainer.data.audit", description=main.__doc__)
+    parser.add_argument("trial_dir", type=Path, help="the trial's folder, with attempts/ and checkpoints/")
+    parser.add_argument("--checkpoints", type=Path, default=None, help="its checkpoint place, if elsewhere")
+    parser.add_argument("--unfinished", action="store_true", help="the trial was stopped or still runs")
+    args = parser.parse_args()
+    print(json.dumps(asdict(audit(args.trial_dir, checkpoints=args.checkpoints, finished=not args.unfinished))))
+
+
+if __name__ == "__main__":
+    main()
