@@ -1,0 +1,57 @@
+"""Which metrics MLflow may hear now: its history cannot be taken back, so a step is told once it cannot be lost.
+
+A resumed trial repeats the steps after the checkpoint from which it forked. Told too early, they would stand in MLflow
+twice. So a step waits until a commit covers it, its trial ends, or the fork is known; and while the trial runs well it
+waits no longer than the patience, since people watch curves.
+"""
+
+from enum import Enum
+
+from overnight.core.enums import TrialState
+from overnight.core.states import END_STATES
+from overnight.store.metrics import Token
+from overnight.store.projection import TrialFacts
+
+_AT_WORK = frozenset({TrialState.RUNNING, TrialState.YIELDING, TrialState.STOPPING})
+
+
+class Verdict(Enum):
+    """What to do with a step."""
+
+    TELL = "tell"
+    HOLD = "hold"
+    DROP = "drop"
+
+
+def judge(facts: TrialFacts, attempt: int, generation: int, step: int, *, patient: bool) -> Verdict:
+    """Whether a step of (attempt, generation) counts, may still be lost, or does not count.
+
+    Args:
+        facts: The trial, from the same snapshot as the metric.
+        attempt: Number of the attempt that measured it.
+        generation: Its generation.
+        step: The step.
+        patient: Whether it has not waited for long.
+    """
+    newest = (facts.tokens[-1].attempt, facts.tokens[-1].generation) if facts.tokens else (0, 0)
+    token = _token(facts, attempt, generation)
+    if token is None:
+        return Verdict.DROP if (attempt, generation) < newest else Verdict.TELL
+    if (token.after_step is not None and step <= token.after_step) or (
+        token.until_step is not None and step > token.until_step
+    ):
+        return Verdict.DROP
+    if facts.state in END_STATES or (attempt, generation) < newest:
+        return Verdict.TELL
+    if step <= facts.committed.get((attempt, generation), -1):
+        return Verdict.TELL
+    return Verdict.HOLD if patient or facts.state not in _AT_WORK else Verdict.TELL
+
+
+def has_forked(facts: TrialFacts, attempt: int, generation: int) -> bool:
+    """Whether this token continues an earlier one, so that MLflow may have heard of its steps before."""
+    return bool(facts.tokens) and (attempt, generation) > (facts.tokens[0].attempt, facts.tokens[0].generation)
+
+
+def _token(facts: TrialFacts, attempt: int, generation: int) -> Token | None:
+    return next((t for t in facts.tokens if (t.attempt, t.generation) == (attempt, generation)), None)
