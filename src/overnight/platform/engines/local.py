@@ -1,0 +1,85 @@
+"""The engine of one machine: the node daemon of the same home asks, this computes the answer from the store."""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from overnight.core.enums import LeaseState
+from overnight.core.models.api import Device
+from overnight.core.models.node import Order, Work
+from overnight.core.settings import Settings
+from overnight.platform.engines.orders import Surroundings, make_order
+from overnight.store import attempts, devices, trials
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+POKE_SECONDS = 0.2
+
+
+class LocalEngine:
+    """An :class:`~overnight.platform.engines.base.Engine` for nodes that share the server's file system.
+
+    Args:
+        settings: Home and grace.
+        kills: For a node id, ids of attempts that must be killed now, without grace (the scheduler's).
+        num_cores: Processor cores of the node; this machine's by default.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        kills: Callable[[str], Sequence[str]] = lambda node_id: (),
+        num_cores: int | None = None,
+    ) -> None:
+        self._settings = settings
+        self._kills = kills
+        self._num_cores = num_cores or len(os.sched_getaffinity(0))
+
+    def work(self, conn: "Connection", node_id: str) -> Work:
+        """What should be on the node now; ``version`` is a hash of the rest, so that it needs no memory."""
+        on_node = devices.list_(conn, node_id)
+        live = attempts.live(conn, node_id)
+        running = [one for one in live if one.ended_at is None and one.lease_state is LeaseState.ACTIVE]
+        launches = tuple(self._order(conn, one, on_node) for one in running if one.started_at is None)
+        keep = tuple(one.id for one in live if one.ended_at is None)
+        # Ended here but not clean: whatever the node still has goes; if it has nothing, it says so and the lease is
+        # clean. over = (one.id for one in live if one.ended_at is not None)
+        kill = tuple(dict.fromkeys([*self._kills(node_id), *over]))
+        return Work(version=_version(launches, keep, kill), launches=launches, keep=keep, kill=kill)
+
+    def poke(self) -> None:
+        """Wakes the daemon, if there is one."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(POKE_SECONDS)
+            channel.connect(str(self._settings.paths.node_socket))
+            channel.sendall(b'{"op": "poke"}\n')
+
+    def _order(self, conn: "Connection", attempt: attempts.LiveAttempt, on_node: Sequence[Device]) -> Order:
+        around = Surroundings(
+            home=self._settings.paths,
+            grace_seconds=self._settings.grace_seconds,
+            num_cores=self._num_cores,
+            num_devices=len(on_node),
+        )
+        trial = trials.get(conn, attempt.trial_id)
+        leased = set(attempt.device_ids)
+        return make_order(
+            trial,
+            attempt_id=attempt.id,
+            number=attempt.number,
+            generation=attempt.generation,
+            node_id=attempt.node_id,
+            devices=[device for device in on_node if device.id in leased],
+            objective=trial.config.objective or trials.objective(conn, trial.id),
+            around=around,
+        )
+
+
+def _version(launches: Sequence[Order], keep: Sequence[str], kill: Sequence[str]) -> int:
+    content = [[order.attempt_id for order in launches], sorted(keep), sorted(kill)]
+    return int.from_bytes(hashlib.sha256(json.dumps(content).encode()).digest()[:7], "big")
