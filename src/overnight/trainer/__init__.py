@@ -1,1 +1,69 @@
-"""What a training script imports: the run, its data, its checkpoints."""
+"""What a training script imports: the run, its data, its checkpoints.
+
+::
+
+    from overnight import trainer
+
+    with trainer.run(defaults={"lr": 1e-3}) as run:
+        model = build(run.params).to(run.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=run.params["lr"])
+        loader = trainer.DataLoader(dataset, batch_size=64, shuffle=True)
+        run.track(model=model, optimizer=optimizer)
+        for batch in run.batches(loader, epochs=3):
+            ...
+
+The same script runs under ``python``, ``torchrun`` and ``overnight``. Alone, its folder is
+``.overnight/<script>/<hash of params>``: the same command goes on where it stopped, ``--fresh`` starts anew.
+
+Importing this package runs no torch operator, draws no random number, asks no GPU and starts no thread, so that a warm
+process may import it and fork later.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from overnight.trainer.checkpoint.reader import inspect, newest_good
+from overnight.trainer.data.loader import DataLoader
+from overnight.trainer.exits import EXIT_LEFT, Interrupted, Left, Stopped, Yielded
+from overnight.trainer.run import Run
+
+__all__ = [
+    "EXIT_LEFT",
+    "DataLoader",
+    "Interrupted",
+    "Left",
+    "Run",
+    "Stopped",
+    "Yielded",
+    "inspect",
+    "newest_good",
+    "run",
+]
+
+
+def run(
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    every: int | str | None = "auto",
+    keep: int = 2,
+    fresh: bool = False,
+    seed: int = 0,
+) -> Run:
+    """A run, to be used as ``with trainer.run(...) as run:``.
+
+    Args:
+        defaults: Params with their default values; these also give the types of ``--name value`` flags. Under overnight
+            the trial's params overlay them.
+        every: When to checkpoint: a number of updates, a time such as ``"30s"`` or ``"5m"``, ``"epoch"``, ``"auto"``
+            (an interval from the measured cost), or None for only at yields and at the end.
+        keep: Checkpoints that stay, at least 1.
+        fresh: Ignore earlier checkpoints of this run, as the flag ``--fresh`` does.
+        seed: Used when the trial does not bring one. Python, numpy and torch are seeded from it on entry (the same on
+            all ranks, so that weights start equal) and again, per rank, when the first loop begins.
+
+    Raises:
+        BadInputError: On entry: a param, flag or variable that cannot be right.
+        NoUsableCheckpointError: On entry: there are checkpoints, but none that can be used.
+        FencedError: On entry: a newer start of the same trial owns its checkpoints.
+    """
+    return Run(defaults or {}, every=every, keep=keep, fresh=fresh, seed=seed)

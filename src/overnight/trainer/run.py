@@ -1,0 +1,583 @@
+"""The run: what a training script holds on to while the platform starts, stops, moves and resumes it."""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overnight.core.enums import DirectiveAction
+from overnight.core.errors import BadInputError, CheckpointError
+from overnight.trainer import rng
+from overnight.trainer.boundary import Agreement, Leave, Policy, Signals, Wishes
+from overnight.trainer.checkpoint.place import write_atomic
+from overnight.trainer.checkpoint.reader import complain
+from overnight.trainer.checkpoint.saver import INTERNAL, Saver
+from overnight.trainer.checkpoint.writer import Author
+from overnight.trainer.data.loader import DataLoader, MicroBatch
+from overnight.trainer.data.record import SampleRecord
+from overnight.trainer.exits import Interrupted, Left, Stopped, Yielded
+from overnight.trainer.link import Link
+from overnight.trainer.loops import Loop, Loops
+from overnight.trainer.metrics import Metrics
+from overnight.trainer.params import Params
+from overnight.trainer.phases import CATEGORIES, Ledger, Reached, seconds_since_launch
+from overnight.trainer.start import Inputs, Origin, claim_origin, join_group, pick_device, read_inputs
+
+RUN = f"{INTERNAL}run"
+RNG = f"{INTERNAL}rng"
+STATE = "state"
+
+MIN_GRACE_SECONDS = 5.0
+"""With less than this left of a grace, :meth:`Run.check` leaves without waiting for the next boundary."""
+
+
+@dataclass
+class Pending:
+    """What was handed to the loop body and counts once the next is requested. ``batch`` is None in ``steps``."""
+
+    loop: Loop
+    loader: DataLoader | None = None
+    batch: MicroBatch | None = None
+    completes: bool = True
+    abandoned: bool = False
+
+
+class Run:
+    """One execution of a training script; made by :func:`overnight.trainer.run` and used as a context manager.
+
+    Attributes:
+        params: The trial's params over the script's defaults.
+        device: This rank's device.
+        rank, world_size: Of this process.
+        seed: The trial's seed.
+        state: A tracked dict for small things, such as the best value so far.
+        resumed: Whether this run continues from a checkpoint.
+        argv: Command-line arguments that are not params.
+        trial_dir: Persistent folder of the trial.
+    """
+
+    params: Params
+    device: torch.device
+    rank: int
+    world_size: int
+    seed: int
+    state: dict[str, Any]
+    resumed: bool
+    argv: list[str]
+    trial_dir: Path
+
+    def __init__(
+        self, defaults: Mapping[str, Any], *, every: int | str | None, keep: int, fresh: bool, seed: int
+    ) -> None:
+        self._defaults = dict(defaults)
+        self._every = every
+        self._keep = keep
+        self._fresh = fresh
+        self.seed = seed
+        self._entered = False
+        self._pending: Pending | None = None
+        self._update: list[MicroBatch] = []
+        self._loaders: dict[str, DataLoader] = {}
+        self._save_wanted = False
+        self._checkpoint_version = 0
+        self._ready = False
+        self._phase = ""
+
+    # -- beginning and end ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Run":
+        if self._entered:
+            raise BadInputError("a run can be entered once", hint="Make another with trainer.run().")
+        self._entered = True
+        inputs = read_inputs(self._defaults, self._fresh)
+        self.params, self.argv = inputs.params, inputs.rest
+        environment = inputs.environment
+        self._policy = Policy(self._every, environment.world_size)
+        self._signals = Signals()
+        self._signals.install(alone=environment.alone)
+        self._ledger = Ledger(launched=seconds_since_launch(environment.attempt_dir))
+        self._ledger.switch("restore")
+        try:
+            self._start(inputs)
+        except BaseException:
+            self._signals.restore()
+            raise
+        return self
+
+    def _start(self, inputs: Inputs) -> None:
+        environment = inputs.environment
+        self.rank, self.world_size = environment.rank, environment.world_size
+        self.seed = self.seed if environment.seed is None else environment.seed
+        self.device = pick_device(environment)
+        self._link = Link(environment.supervisor, self.rank, os.getpid())
+        self._link.open()
+        self._metrics = Metrics(self._link, self._ledger)
+        group, self._owns_group = join_group(environment, self.device)
+        self._agreement = Agreement(group)
+        self._origin = claim_origin(inputs, group)
+        self.resumed = self._origin.restored is not None
+        assert self._origin.environment.trial_dir is not None
+        self.trial_dir = self._origin.environment.trial_dir
+        self._saver = self._make_saver(self._origin)
+        self._restore_own_state()
+        self.state = {}
+        self._saver.track(STATE, self.state)
+        self._reached = Reached(self.trial_dir, self._attempt_dir)
+        token = self._origin.token
+        self._record = SampleRecord(
+            self._attempt_dir,
+            rank=self.rank,
+            world_size=self.world_size,
+            attempt=token.attempt,
+            generation=token.generation,
+        )
+        rng.seed_all(rng.derive(self.seed, "initial"))
+        self._ledger.switch("compute")
+
+    def _make_saver(self, origin: Origin) -> Saver:
+        author = Author(
+            token=origin.token, parent=origin.parent, rank=self.rank, world_size=self.world_size, seed=self.seed
+        )
+        return Saver(
+            origin.place, author, origin.restored, self.device, self._keep, before_publish=lambda: self._flush()
+        )
+
+    def _flush(self) -> None:
+        """Whatever led to a checkpoint is known to the supervisor before the checkpoint is."""
+        self._metrics.flush(self._step, self._phase, everything=True)
+        self._link.flush()
+
+    def _restore_own_state(self) -> None:
+        saved = self._origin.restored.state(RUN) if self._origin.restored is not None else None
+        self._step: int = saved["step"] if saved else 0
+        self._loader_states: dict[str, Any] = saved["loaders"] if saved else {}
+        self._loops = Loops(saved["loops"] if saved else None)
+        self._first_step = self._step
+
+    @property
+    def _attempt_dir(self) -> Path:
+        folder = self._origin.environment.attempt_dir
+        assert folder is not None
+        return folder
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._ledger.switch("shutdown")
+        try:
+            if error is None:
+                self._finish()
+            elif not isinstance(error, Left | SystemExit):
+                self._report_error(error)
+        except Exception as late:
+            self._report_error(late)
+            raise
+        finally:
+            self._close(clean=error is None or isinstance(error, Left))
+
+    def _finish(self) -> None:
+        """The end of a script that ran through: the last save is never skipped and its failure is the run's."""
+        self._settle()
+        self._agreement.drain()
+        if self._saver.tracks:
+            self._save()
+        if self.rank == 0:
+            final = {"step": self._step, "weights": self.fingerprint()}
+            write_atomic(self._attempt_dir / "final.json", json.dumps(final).encode())
+        if self.resumed and self._step == self._first_step and self._origin.environment.alone and self.rank == 0:
+            complain(f"nothing was left to do after step {self._step}; --fresh starts anew")
+
+    def _report_error(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))[-20_000:]
+        body = {"type": type(error).__name__, "message": str(error)[:4000], "traceback": text, "step": self.step}
+        self._link.send("/v1/error", body)
+
+    def _close(self, *, clean: bool) -> None:
+        try:
+            self._record.close()
+            self._metrics.flush(self._step, "shutdown", everything=True)
+        except Exception:  # a failure of its own must not hide the error that ends the run
+            if clean:
+                raise
+        finally:
+            self._link.close()
+            if clean and self._owns_group and dist.is_initialized():
+                dist.destroy_process_group()
+            self._signals.restore()
+
+    # -- what the script tells ----------------------------------------------------------------------------------------
+
+    def track(self, **objects: Any) -> None:
+        """Tracks objects by name and, in a resumed run, gives each its saved state at once.
+
+        Args:
+            **objects: Anything with ``state_dict`` and ``load_state_dict``; also dicts, tensors and generators, in
+            place.
+
+        Raises:
+            CheckpointError: It cannot be tracked, or its saved state does not fit it; the message says why.
+        """
+        if STATE in objects:
+            raise CheckpointError(f"{STATE!r} is the run's own", hint="Use run.state, or another name.")
+        with self._ledger.within("restore"):
+            for name, obj in objects.items():
+                self._saver.track(name, obj)
+
+    def log(self, **values: Any) -> None:
+        """Records metrics at :attr:`step`; tensors are kept and fetched at a later boundary, so nothing waits here.
+
+        In a gang only rank 0's values are kept.
+        """
+        if self.rank == 0:
+            self._metrics.log(self.step, values)
+
+    def report(self, **values: Any) -> None:
+        """Reports results at :attr:`step`, such as the objective; pruners see them. Fetches tensors at once.
+
+        In a gang only rank 0's values count: reduce them over ranks first.
+        """
+        if self.rank == 0:
+            self._metrics.report(self.step, values)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Names what happens inside, for the ledger and for the platform's patience.
+
+        Args:
+            name: A ledger category such as ``eval``, ``generation`` or ``compile``; another name counts as ``compute``.
+        """
+        before, self._phase = self._phase, name
+        self._link.push(self.step, name)
+        try:
+            with self._ledger.within(name if name in CATEGORIES else "compute"):
+                yield
+        finally:
+            self._phase = before
+            self._link.push(self.step, before)
+
+    def save(self) -> None:
+        """Checkpoints: at once between batches, else at the next boundary. All ranks must call it."""
+        if self._in_body:
+            self._save_wanted = True
+        else:
+            self._begin()
+            self._settle()
+            self._save()
+
+    def check(self) -> None:
+        """A boundary inside a long phase, such as an evaluation: may leave, if the run was told to.
+
+        Between loops it is a full boundary. Inside a loop's body the update is not finished, so nothing is saved here:
+        a stop is obeyed at once, a yield only when waiting for the next boundary would outlast the grace.
+        """
+        if not self._in_body:
+            self._begin()
+            self._settle()
+            self._boundary()
+            return
+        leave, remaining_seconds = self._asked()
+        if leave is Leave.STOP or (leave is not Leave.NO and remaining_seconds < MIN_GRACE_SECONDS):
+            self._leave(leave, save=False)
+
+    def every(self, updates: int | None = None, seconds: float | None = None) -> bool:
+        """Whether something periodic is due in this round of the loop.
+
+        Args:
+            updates: True in the last micro-batch of each such update; a pure function of :attr:`step`.
+            seconds: True when so much productive time has passed since the last time. In gangs rank 0's clock is not
+                shared: use ``updates`` where ranks must agree.
+
+        Raises:
+            BadInputError: Not exactly one of both, or not positive.
+        """
+        amount = updates if seconds is None else seconds
+        if (updates is None) == (seconds is None) or amount is None or amount <= 0:
+            raise BadInputError("every() takes updates= or seconds=, above 0", hint="Like run.every(updates=500).")
+        if seconds is not None:
+            return self._metrics.due(seconds)
+        return self.update_now and self.step % int(amount) == 0
+
+    def seeds(self, ids: Sequence[int | str]) -> list[int]:
+        """A seed for each id, a pure function of it and the trial's seed: for generation that must be repeatable."""
+        return [rng.derive(self.seed, "generation", item) for item in ids]
+
+    def fingerprint(self) -> str:
+        """Hash of every tracked tensor; equal for equal weights, moments and buffers."""
+        return self._saver.fingerprint()
+
+    # -- where it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Updates done, counting the one that the loop's body is at: 1 in the first update, and so on."""
+        pending = self._pending
+        return self._step + (pending is not None and (pending.completes or not pending.abandoned))
+
+    @property
+    def update_now(self) -> bool:
+        """Whether the current batch is the last micro-batch of its update."""
+        return self._pending is None or self._pending.completes
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per update on each rank."""
+        return self._pending.batch.accumulate if self._pending is not None and self._pending.batch is not None else 1
+
+    @property
+    def _in_body(self) -> bool:
+        return self._pending is not None and not self._pending.abandoned
+
+    # -- loops ------------------------------------------------------------------------------------------------------
+
+    def batches(
+        self, loader: DataLoader, epochs: int = 1, *, seconds: float | None = None, name: str = "batches"
+    ) -> Iterator[Any]:
+        """Batches of a loader, from exactly where the run stopped; a boundary lies behind every update.
+
+        Args:
+            loader: A :class:`overnight.trainer.DataLoader`.
+            epochs: Ends after so many.
+            seconds: Ends after so much productive time, which survives pre-emption; ``epochs`` is then no limit.
+            name: Tells loops apart whose order in the script changes.
+
+        Raises:
+            BadInputError: The loader is of another kind.
+            DatasetChangedError: The data is not what it was at the save.
+        """
+        if not isinstance(loader, DataLoader):
+            raise BadInputError(
+                f"run.batches() takes a trainer.DataLoader, not a {type(loader).__name__}",
+                hint="It has the same arguments as torch's: from overnight.trainer import DataLoader.",
+            )
+        return self._iterate_batches(loader, None if seconds is not None else epochs, seconds, name)
+
+    def _iterate_batches(
+        self, loader: DataLoader, epochs: int | None, seconds: float | None, name: str
+    ) -> Iterator[Any]:
+        self._settle()
+        with self._loops.enter(name, "batches") as loop:
+            if loop.state["done"]:
+                return
+            self._bind(loader)
+            if loop.state["first_epoch"] is None:
+                if loader.position:  # an earlier loop left this epoch early
+                    loader.seek(loader.epoch + 1, 0)
+                loop.state["first_epoch"] = loader.epoch
+            last = None if epochs is None else loop.state["first_epoch"] + epochs
+            self._declare(loader, last)
+            self._begin()
+            try:
+                while last is None or loader.epoch < last:
+                    if (yield from self._rest_of_epoch(loop, loader, seconds)):
+                        break
+            except GeneratorExit:
+                self._declare(loader, None)
+                raise
+            loop.state["done"] = True
+
+    def _declare(self, loader: DataLoader, epochs: int | None) -> None:
+        """Tells the sample record what to expect; None when something else than the data ends the loop."""
+        self._record.declare(
+            self._key_of(loader), epochs=epochs, samples_per_epoch=loader.samples_per_epoch, repeats=loader.repeats
+        )
+
+    def _rest_of_epoch(self, loop: Loop, loader: DataLoader, seconds: float | None) -> Generator[Any, None, bool]:
+        """The batches up to the end of the epoch; returns whether the loop's time is over."""
+        epoch = loader.epoch
+        batches = loader.micro_batches(epoch, loader.position)
+        since = time.monotonic()
+        while True:
+            with self._ledger.within("data_wait"):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            yield from self._hand_out(Pending(loop, loader, batch, batch.last_of_update), batch.data)
+            if not batch.last_of_update:
+                continue
+            now = time.monotonic()
+            loop.state["seconds"] += now - since
+            over = seconds is not None and loop.state["seconds"] >= seconds
+            ended = self._boundary(epoch_end=loader.epoch != epoch and not self._loops.inside("epochs"), over=over)
+            if seconds is not None and ended == loop.number:
+                return True
+            since = time.monotonic()
+        if loader.epoch == epoch:
+            loader.seek(epoch + 1, 0)
+        return False
+
+    def steps(self, n: int, *, name: str = "steps") -> Iterator[int]:
+        """A loop of ``n`` updates without a loader; yields :attr:`step`. A boundary lies behind each."""
+        self._settle()
+        with self._loops.enter(name, "steps") as loop:
+            if loop.state["done"]:
+                return
+            self._begin()
+            while loop.state["count"] < n:
+                yield from self._hand_out(Pending(loop), self._step + 1)
+                self._boundary()
+            loop.state["done"] = True
+
+    def epochs(self, n: int, *, name: str = "epochs") -> Iterator[int]:
+        """A loop around other loops; yields 0 to ``n - 1``. A boundary, and the end of an epoch, lies behind each."""
+        self._settle()
+        with self._loops.enter(name, "epochs") as loop:
+            while loop.state["count"] < n and not loop.state["done"]:
+                if not self.resumed or self._loops.was_here:
+                    self._begin()
+                try:
+                    yield loop.state["count"]
+                except GeneratorExit:
+                    loop.state["done"] = True
+                    raise
+                self._begin()
+                self._settle()
+                loop.next_round()
+                self._boundary(epoch_end=True)
+            loop.state["done"] = True
+
+    def _hand_out(self, pending: Pending, value: Any) -> Generator[Any, None, None]:
+        """Gives one value to the loop's body. It counts when the body asks for more, or when the script goes on after a
+        ``break``; not when an exception leaves the run."""
+        self._pending = pending
+        self._ledger.switch("recomputed" if self._step < self._reached.step else "compute")
+        try:
+            yield value
+        except GeneratorExit:
+            pending.abandoned = True
+            pending.loop.state["done"] = True
+            raise
+        self._settle()
+
+    def _settle(self) -> None:
+        """Counts what was handed out as consumed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.batch is not None:
+            self._update.append(replace(pending.batch, data=None))
+        if not pending.completes:
+            if pending.abandoned:  # the update was never finished: its micro-batches come again
+                self._update.clear()
+            return
+        self._step += 1
+        self._ledger.count("updates")
+        if pending.batch is None or pending.loader is None:
+            pending.loop.state["count"] += 1
+            return
+        for batch in self._update:
+            self._record.append(self._step - 1, batch, self._key_of(pending.loader))
+        self._update.clear()
+        if pending.loader.ack == "auto":
+            pending.loader.seek(pending.batch.epoch, pending.batch.end)
+
+    def _key_of(self, loader: DataLoader) -> str:
+        return next(key for key, known in self._loaders.items() if known is loader)
+
+    def _bind(self, loader: DataLoader) -> None:
+        if any(known is loader for known in self._loaders.values()):
+            return
+        key, number = loader.name, 1
+        while key in self._loaders:
+            number += 1
+            key = f"{loader.name}~{number}"
+        loader.bind(rank=self.rank, world_size=self.world_size, seed=self.seed)
+        if key in self._loader_states:
+            loader.load_state_dict(self._loader_states[key])
+        self._loaders[key] = loader
+
+    def _begin(self) -> None:
+        """Sets the random state, last of all: where the run was saved, or when its first loop begins."""
+        if self._ready:
+            return
+        restored = self._origin.restored
+        if restored is None:
+            rng.rederive(self.seed, 0, self.rank)
+        elif restored.manifest.world_size == self.world_size:
+            rng.restore(restored.state(RNG))
+        else:
+            rng.rederive(self.seed, self._step, self.rank)
+        for name in self._saver.missing():
+            complain(f"{name!r} is in {restored.manifest.name if restored else ''}, but this run does not track it")
+        self._ready = True
+
+    # -- boundaries -------------------------------------------------------------------------------------------------
+
+    def _boundary(self, *, epoch_end: bool = False, over: bool = False) -> int:
+        """Between two updates: agree, leave, save, send. Returns the number of the loop whose time is over."""
+        leave, _ = self._asked()
+        number = self._loops.innermost.number if over else 0
+        agreed = self._agreement.exchange(Wishes(leave, int(self._wants_save()), number))
+        due = self._policy.due_by_count(self._step, epoch_end=epoch_end) and self._saver.tracks
+        if agreed.leave:
+            self._leave(Leave(agreed.leave), save=agreed.leave != Leave.STOP)
+        if agreed.save or due or self._save_wanted:
+            self._save()
+        if self._metrics.flush(self._step, self._phase):
+            self._record.flush()
+            if self.rank == 0:
+                self._reached.note(self._step)
+        return agreed.over
+
+    def _wants_save(self) -> bool:
+        directive = self._link.directive
+        asked = directive.action is DirectiveAction.CHECKPOINT and directive.version > self._checkpoint_version
+        if asked:
+            self._checkpoint_version = directive.version
+        return asked or (self.rank == 0 and self._saver.tracks and self._policy.due_by_time())
+
+    def _asked(self) -> tuple[Leave, float]:
+        """Whether this rank was told to leave, and the seconds of grace that remain."""
+        leave, since, grace_seconds = self._signals.leave, self._signals.received, 30.0
+        directive = self._link.directive
+        if directive.action in (DirectiveAction.YIELD, DirectiveAction.STOP):
+            told = Leave.STOP if directive.action is DirectiveAction.STOP else Leave.YIELD
+            leave, since, grace_seconds = max(leave, told), directive.received, directive.grace_seconds
+        return leave, grace_seconds - (time.monotonic() - since if since is not None else 0.0)
+
+    def _save(self) -> None:
+        self._save_wanted = False
+        started = time.monotonic()
+        with self._ledger.within("checkpoint"):
+            internal = {RUN: self._own_state(), RNG: rng.capture()}
+            position = {key: {"epoch": one.epoch, "position": one.position} for key, one in self._loaders.items()}
+            self._record.flush()
+            manifest = self._saver.commit(self._saver.stage(self._step, internal, position))
+        self._policy.saved(time.monotonic() - started)
+        if manifest is not None:
+            self._ledger.count("saves")
+            self._ledger.count("bytes_staged", manifest.num_bytes)
+            uri = str(self._origin.place.path(manifest.name))
+            self._link.send("/v1/checkpoint", {"step": self._step, "uri": uri, "bytes": manifest.num_bytes})
+
+    def _own_state(self) -> dict[str, Any]:
+        live = {key: loader.state_dict() for key, loader in self._loaders.items()}
+        return {"step": self._step, "loops": self._loops.export(), "loaders": {**self._loader_states, **live}}
+
+    def _leave(self, leave: Leave, *, save: bool) -> None:
+        """Leaves by an exception, after a save where one is wanted and possible.
+
+        Raises:
+            Left: Always.
+        """
+        self._agreement.drain()
+        saved = False
+        if save and self._saver.tracks:
+            try:
+                self._save()
+                saved = True
+            except CheckpointError as error:
+                complain(f"leaving without a save: {error}")
+        kind = {Leave.STOP: Stopped, Leave.INTERRUPT: Interrupted}.get(leave, Yielded)
+        reason = self._link.directive.reason
+        self._link.send("/v1/leaving", {"why": kind.why, "saved": saved, "step": self._step})
+        if self.rank == 0 and self._origin.environment.alone:
+            where = f"; the same command goes on from there ({self._origin.place})" if saved else ""
+            complain(f"left at step {self._step}{where}")
+        raise kind(self._step, saved=saved, reason=reason)

@@ -1,0 +1,179 @@
+"""How a run begins: device, process group, token, fence, and the checkpoint from which it goes on."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overnight.core.canonical import digest
+from overnight.core.errors import OvernightError, from_dict
+from overnight.trainer.checkpoint.fence import claim, next_attempt
+from overnight.trainer.checkpoint.manifest import Manifest, versions
+from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
+from overnight.trainer.checkpoint.reader import Restored, complain, newest_good
+from overnight.trainer.environment import ALONE_ROOT, Environment, read_environment, script_name
+from overnight.trainer.params import Params, from_json, parse_flags, resolve
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""Evaluations on one rank may take long; a dead peer is noticed at once by its closed connection."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the run was given: environment, params, and whether to ignore earlier checkpoints."""
+
+    environment: Environment
+    params: Params
+    fresh: bool
+    rest: list[str]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the run goes on.
+
+    Attributes:
+        environment: With all folders and the attempt number filled in.
+        place: The checkpoint place.
+        token: This run's fencing token.
+        parent: The checkpoint it forks from, None at step 0.
+        restored: Its content.
+    """
+
+    environment: Environment
+    place: Place
+    token: Token
+    parent: CheckpointName | None
+    restored: Restored | None
+
+
+def read_inputs(defaults: dict[str, Any], fresh: bool) -> Inputs:
+    """Reads environment and arguments.
+
+    A trial's params come from the environment; otherwise flags on the command line overlay the defaults, and the run's
+    folder is ``.overnight/<script>/<hash of params>``, so that the same command goes on where it stopped.
+
+    Raises:
+        BadInputError: A variable, flag or param that cannot be right; the message names it.
+    """
+    environment = read_environment(os.environ)
+    if environment.params is not None:
+        params, rest = resolve(defaults, from_json(environment.params)), sys.argv[1:]
+    else:
+        parsed = parse_flags(sys.argv[1:], defaults)
+        params, rest, fresh = resolve(defaults, parsed.values), parsed.rest, fresh or parsed.fresh
+    folder = Path.cwd() / ALONE_ROOT / script_name() / digest(dict(params))[:12]
+    return Inputs(environment.placed(folder), params, fresh, rest)
+
+
+def pick_device(environment: Environment) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_group(environment: Environment, device: torch.device) -> tuple[dist.ProcessGroup | None, bool]:
+    """Joins the process group of all ranks, unless the script has, and makes a private gloo group.
+
+    Returns:
+        The private group, None for one rank; and whether the main group is ours to end.
+    """
+    if environment.world_size == 1:
+        return None, False
+    ours = not dist.is_initialized()
+    if ours:
+        own_gpu = device.type == "cuda" and torch.cuda.device_count() >= environment.local_world_size
+        dist.init_process_group(
+            "nccl" if own_gpu else "gloo",
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=GROUP_TIMEOUT,
+            device_id=device if own_gpu else None,
+        )
+    return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT), ours
+
+
+def claim_origin(inputs: Inputs, group: dist.ProcessGroup | None) -> Origin:
+    """Finds the newest good checkpoint and fences the place off, on rank 0 for all.
+
+    Raises:
+        NoUsableCheckpointError: The place has content that cannot be used.
+        FencedError: A newer start owns the place.
+    """
+    environment = inputs.environment
+    place = open_place(str(environment.checkpoints))
+    _ignore_in_git(environment)
+
+    def decide() -> dict[str, Any]:
+        attempt = environment.attempt or next_attempt(place)
+        token = Token(attempt, environment.generation)
+        found = None if inputs.fresh else newest_good(place)
+        claim(place, token, found[0] if found else None, fresh=inputs.fresh)
+        return {
+            "attempt": attempt,
+            "parent": str(found[0]) if found else None,
+            "manifest": found and found[1].to_bytes(),
+        }
+
+    decision = from_rank_zero(decide, group)
+    parent = CheckpointName.parse(decision["parent"]) if decision["parent"] else None
+    environment = environment.numbered(decision["attempt"])
+    restored = None
+    if parent is not None:
+        manifest = Manifest.from_bytes(decision["manifest"])
+        restored = Restored(place.path(parent), manifest, environment.rank)
+        if environment.rank == 0:
+            _tell_resumed(place, manifest, environment.world_size)
+    return Origin(environment, place, Token(decision["attempt"], environment.generation), parent, restored)
+
+
+def from_rank_zero(decide: Callable[[], dict[str, Any]], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """What ``decide`` returns on rank 0, on every rank; its error is raised on every rank too."""
+    if group is None:
+        return decide()
+    box: list[Any] = [None]
+    failure: OvernightError | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = {"value": decide()}
+        except OvernightError as error:
+            failure = error
+            box[0] = {"error": error.to_dict()}
+    dist.broadcast_object_list(box, src=0, group=group)
+    if failure is not None:
+        raise failure
+    if "error" in box[0]:
+        raise from_dict(box[0]["error"])
+    value: dict[str, Any] = box[0]["value"]
+    return value
+
+
+def _tell_resumed(place: Place, manifest: Manifest, world_size: int) -> None:
+    complain(f"resumed at step {manifest.step} from {place.path(manifest.name)}")
+    if manifest.world_size != world_size:
+        complain(
+            f"it was saved by {manifest.world_size} rank(s), this run has {world_size}: "
+            "the order of samples continues exactly, the last bits of sums may differ"
+        )
+    now = versions()
+    changed = [f"{name} {old} -> {now.get(name)}" for name, old in manifest.versions.items() if now.get(name) != old]
+    if manifest.threads != torch.get_num_threads():
+        changed.append(f"threads {manifest.threads} -> {torch.get_num_threads()}")
+    if changed:
+        complain(f"changed since it was saved: {', '.join(changed)}; the last bits of results may differ")
+
+
+def _ignore_in_git(environment: Environment) -> None:
+    root = Path.cwd() / ALONE_ROOT
+    if environment.rank == 0 and environment.trial_dir is not None and root in environment.trial_dir.parents:
+        root.mkdir(exist_ok=True)
+        (root / ".gitignore").write_text("*\n")
