@@ -208,7 +208,8 @@ def _python_state(saved: dict[str, Any]) -> tuple[Any, ...]:
     words = [int(word) for word in saved["words"]]
     if len(words) != _PYTHON_WORDS:
         raise ValueError(f"python's generator has {_PYTHON_WORDS} words, not {len(words)}")
-    return int(saved["version"]), tuple(words), float(saved["gauss"]) if saved["has_gauss"] else None
+    gauss = float(saved["gauss"])
+    return int(saved["version"]), tuple(words), gauss if saved["has_gauss"] else None
 
 
 def _capture_numpy() -> dict[str, Any]:

@@ -4,22 +4,19 @@ Several attempts may have computed the same update: one was killed after its las
 that checkpoint and did the lost updates again. Only what the surviving lineage did counts, so records are cut at the
 fork points that the fences name.
 
-From a process without torch: ``python -m overnight.trainer.data.audit TRIAL_DIR`` prints the audit as JSON.
+Nothing here needs torch, so that whoever reports on a trial can count without loading it.
 """
 
-import argparse
 import json
 import re
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from overnight.trainer.data.record import Declaration, Entry, RankRecord, read_attempts
-
-Token = tuple[int, int]
+from overnight.trainer.data.entries import Declaration, Entry, RankRecord, Token, read_attempts
 
 _FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json")
 _CHECKPOINT = re.compile(r"step-(\d+)\.attempt-(\d+)\.(\d+)")
@@ -30,14 +27,15 @@ class Audit:
     """What the records of a trial say.
 
     Attributes:
-        expected: Samples that should have been consumed; None if no loader declared a number of epochs.
+        expected: Samples that should have been consumed: epochs x samples per epoch, as the run declared them. Where it
+            did not (a run bounded by steps or seconds), every sample up to the furthest one recorded.
         recorded: Samples that the surviving lineage consumed, repeats included.
         repeated: How many of them were consumed before in the same epoch.
         skipped: Samples that should have been consumed and were not.
         updates: Updates of the surviving lineage.
     """
 
-    expected: int | None
+    expected: int
     recorded: int
     repeated: int
     skipped: int
@@ -64,9 +62,8 @@ def audit(trial_dir: Path, *, checkpoints: Path | None = None, finished: bool = 
     for name in declared:
         by_loader.setdefault(name, [])
     counts = [_count(entries, declared.get(name), finished) for name, entries in by_loader.items()]
-    expected = [count.expected for count in counts if count.expected is not None]
     return Audit(
-        expected=sum(expected) if expected else None,
+        expected=sum(count.expected for count in counts),
         recorded=sum(count.recorded for count in counts),
         repeated=sum(count.repeated for count in counts),
         skipped=sum(count.skipped for count in counts),
@@ -150,9 +147,8 @@ def _count(entries: list[Entry], declared: Declaration | None, finished: bool) -
         distinct += num_distinct
         due_total += due
         skipped += max(0, due - num_distinct)
-    is_known = declared.epochs is not None or not finished
     return Audit(
-        expected=due_total if is_known else None,
+        expected=due_total,
         recorded=recorded,
         repeated=recorded - distinct,
         skipped=skipped,
@@ -170,17 +166,3 @@ def _consumed(entries: list[Entry]) -> tuple[NDArray[np.int64], NDArray[np.int64
         return np.empty(0, np.int64), np.empty(0, np.int64)
     positions = np.concatenate([entry.positions for entry in entries])
     return positions, np.concatenate([entry.indices for entry in entries])
-
-
-def main() -> None:
-    """Prints the audit of a trial's folder as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m overnight.trainer.data.audit", description=main.__doc__)
-    parser.add_argument("trial_dir", type=Path, help="the trial's folder, with attempts/ and checkpoints/")
-    parser.add_argument("--checkpoints", type=Path, default=None, help="its checkpoint place, if elsewhere")
-    parser.add_argument("--unfinished", action="store_true", help="the trial was stopped or still runs")
-    args = parser.parse_args()
-    print(json.dumps(asdict(audit(args.trial_dir, checkpoints=args.checkpoints, finished=not args.unfinished))))
-
-
-if __name__ == "__main__":
-    main()
