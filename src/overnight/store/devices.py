@@ -7,13 +7,70 @@ from typing import Any
 import sqlalchemy as sa
 
 from overnight.core.enums import DeviceState
+from overnight.core.errors import ConflictError, NotFoundError
 from overnight.core.models.api import Device
 from overnight.core.models.node import DeviceReport
+from overnight.store import events, models
+from overnight.store.events import NewEvent
+from overnight.store.models import storable
+from overnight.store.writer import touch
+
+_TABLE = models.devices
+_FACTS = ("kind", "type", "memory_bytes", "uuid")
 
 
 def upsert(conn: sa.Connection, *, node_id: str, reports: Sequence[DeviceReport], now: datetime) -> list[str]:
-    """Facts of a probe (never the state, except that a new device is HEALTHY). Returns ids in the reports' order."""
-    raise NotImplementedError
+    """Facts of a probe; a new device is HEALTHY, the state of a known one is for others to change.
+
+    Returns:
+        Ids, such as ``node1:0``, in the reports' order.
+
+    Raises:
+        NotFoundError: No such node.
+    """
+    name = conn.scalar(sa.select(models.nodes.c.name).where(models.nodes.c.id == node_id))
+    if name is None:
+        raise NotFoundError(f"there is no node {node_id[:200]!r}")
+    known = {row._mapping["index"]: row for row in conn.execute(sa.select(_TABLE).where(_TABLE.c.node_id == node_id))}
+    for report in reports:
+        facts = _facts(report)
+        row = known.get(report.index)
+        if row is None:
+            _insert(conn, f"{name}:{report.index}", node_id, report.index, facts, now)
+        elif facts != {fact: getattr(row, fact) for fact in _FACTS}:
+            conn.execute(sa.update(_TABLE).where(_TABLE.c.id == row.id).values(facts))
+            event = NewEvent("device.changed", row.id, "node", "it reports other facts than before", data=facts)
+            events.append(conn, now, event)
+            touch(conn, "devices")
+    return [f"{name}:{report.index}" for report in reports]
+
+
+def _facts(report: DeviceReport) -> dict[str, Any]:
+    return {
+        "kind": storable(report.kind, 32),
+        "type": storable(report.type, 100),
+        "memory_bytes": report.memory_bytes,
+        "uuid": storable(report.uuid, 100),
+    }
+
+
+def _insert(
+    conn: sa.Connection, device_id: str, node_id: str, index: int, facts: dict[str, Any], now: datetime
+) -> None:
+    values = {
+        "id": device_id,
+        "node_id": node_id,
+        "index": index,
+        "state": DeviceState.HEALTHY.value,
+        "cause": "",
+        "evidence": {},
+        "since": now,
+        **facts,
+    }
+    conn.execute(sa.insert(_TABLE), values)
+    event = NewEvent("device.state", device_id, "node", "first seen", after=DeviceState.HEALTHY.value, data=facts)
+    events.append(conn, now, event)
+    touch(conn, "devices")
 
 
 def set_state(
@@ -28,20 +85,89 @@ def set_state(
     evidence: dict[str, Any] | None = None,
     expected: Collection[DeviceState] | None = None,
 ) -> bool:
-    """Changes the state and writes an event; False when nothing changed.
+    """Changes the state and writes an event; False when it has that state, cause and ``until`` already.
+
+    ``since`` moves only when the state itself changes.
 
     Raises:
         NotFoundError: No such device.
         ConflictError: It is in none of the ``expected`` states.
     """
-    raise NotImplementedError
+    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == device_id).with_for_update()).one_or_none()
+    if row is None:
+        raise _no_device(device_id)
+    before = DeviceState(row.state)
+    if expected is not None and before not in expected:
+        raise ConflictError(f"device {device_id} is {before.value}: {row.cause}", device=device_id, state=before.value)
+    if (before, row.cause, row.until) == (state, cause, until):
+        return False
+    values = {
+        "state": state.value,
+        "cause": cause,
+        "until": until,
+        "evidence": evidence or {},
+        "since": row.since if before is state else now,
+    }
+    conn.execute(sa.update(_TABLE).where(_TABLE.c.id == device_id).values(values))
+    data = {"evidence": evidence or {}, "until": None if until is None else until.isoformat()}
+    event = NewEvent("device.state", device_id, actor, cause, before=before.value, after=state.value, data=data)
+    events.append(conn, now, event)
+    touch(conn, "devices", f"device:{device_id}")
+    return True
+
+
+def _no_device(device_id: str) -> NotFoundError:
+    return NotFoundError(f"there is no device {device_id[:200]!r}", hint="`overnight devices` shows what there is.")
 
 
 def get(conn: sa.Connection, device_id: str) -> Device:
-    """Raises NotFoundError."""
-    raise NotImplementedError
+    """By id.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    found = _list(conn, _TABLE.c.id == device_id)
+    if not found:
+        raise _no_device(device_id)
+    return found[0]
 
 
 def list_(conn: sa.Connection, node_id: str | None = None) -> list[Device]:
     """By node and index, with the holder of each."""
-    raise NotImplementedError
+    return _list(conn, sa.true() if node_id is None else _TABLE.c.node_id == node_id)
+
+
+def _list(conn: sa.Connection, where: sa.ColumnElement[bool]) -> list[Device]:
+    held, attempts, trials, nodes = models.lease_devices, models.attempts, models.trials, models.nodes
+    query = (
+        sa.select(
+            _TABLE,
+            held.c.attempt_id,
+            trials.c.id.label("trial_id"),
+            trials.c.name.label("trial_name"),
+        )
+        .join(nodes, nodes.c.id == _TABLE.c.node_id)
+        .outerjoin(held, (held.c.device_id == _TABLE.c.id) & (held.c.clean == 0))
+        .outerjoin(attempts, attempts.c.id == held.c.attempt_id)
+        .outerjoin(trials, trials.c.id == attempts.c.trial_id)
+        .where(where)
+        .order_by(nodes.c.name, _TABLE.c.index)
+    )
+    return [
+        Device(
+            id=row.id,
+            node_id=row.node_id,
+            index=row._mapping[_TABLE.c.index],
+            kind=row.kind,
+            type=row.type,
+            memory_bytes=row.memory_bytes,
+            state=DeviceState(row.state),
+            cause=row.cause,
+            until=row.until,
+            trial_id=row.trial_id,
+            trial_name=row.trial_name,
+            attempt_id=row.attempt_id,
+            since=row.since,
+        )
+        for row in conn.execute(query)
+    ]

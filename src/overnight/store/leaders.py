@@ -5,6 +5,11 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
+from overnight.store import models
+from overnight.store.upserts import upsert
+
+_TABLE = models.leaders
+
 
 @dataclass(frozen=True)
 class Leader:
@@ -17,19 +22,39 @@ class Leader:
 
 def read(conn: sa.Connection, name: str = "scheduler") -> Leader | None:
     """Who holds it."""
-    raise NotImplementedError
+    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.name == name)).one_or_none()
+    return None if row is None else Leader(row.name, row.holder, row.counter)
 
 
 def acquire(conn: sa.Connection, *, holder: str, now: datetime, seen: Leader | None, name: str = "scheduler") -> bool:
-    """Takes the role if it is free or still exactly as ``seen`` (unchanged for a lease period on your own clock)."""
-    raise NotImplementedError
+    """Takes the role if it is free, one's own already, or still exactly as ``seen``.
+
+    Args:
+        holder: Identity of this process: another start is another holder.
+        now: For the record.
+        seen: What :func:`read` gave at the beginning of a whole lease period, measured on your own monotonic clock;
+            None if nobody held the role.
+        name: The role.
+
+    Returns:
+        Whether ``holder`` has it now.
+    """
+    if seen is None:
+        values = {"name": name, "holder": holder, "counter": 1, "acquired_at": now, "renewed_at": now}
+        statement = upsert(conn, _TABLE).on_conflict_do_nothing(index_elements=["name"])
+        return conn.execute(statement, values).rowcount == 1 or renew(conn, holder=holder, now=now, name=name)
+    unchanged = (_TABLE.c.name == name) & (_TABLE.c.holder == seen.holder) & (_TABLE.c.counter == seen.counter)
+    values = {"holder": holder, "counter": seen.counter + 1, "acquired_at": now, "renewed_at": now}
+    return conn.execute(sa.update(_TABLE).where(unchanged).values(values)).rowcount == 1
 
 
 def renew(conn: sa.Connection, *, holder: str, now: datetime, name: str = "scheduler") -> bool:
     """Raises the counter; False when somebody else holds the role: stop deciding."""
-    raise NotImplementedError
+    mine = (_TABLE.c.name == name) & (_TABLE.c.holder == holder)
+    values = {"counter": _TABLE.c.counter + 1, "renewed_at": now}
+    return conn.execute(sa.update(_TABLE).where(mine).values(values)).rowcount == 1
 
 
 def release(conn: sa.Connection, *, holder: str, name: str = "scheduler") -> None:
     """Gives the role up."""
-    raise NotImplementedError
+    conn.execute(sa.delete(_TABLE).where((_TABLE.c.name == name) & (_TABLE.c.holder == holder)))

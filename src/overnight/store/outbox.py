@@ -1,4 +1,8 @@
-"""What MLflow has not heard yet, in order. Rows stay until they are done."""
+"""What MLflow has not heard yet, in order. Rows stay until they are done.
+
+Everything that MLflow should know is written here in the transaction that makes it true, and told later by a process of
+its own: an MLflow that is slow or away delays nothing and loses nothing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +10,11 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
+
+from overnight.store import models, sequences
+from overnight.store.writer import touch
+
+_INSERT = sa.insert(models.outbox)
 
 
 @dataclass(frozen=True)
@@ -28,25 +37,39 @@ class OutboxRow:
 
 
 def add(conn: sa.Connection, now: datetime, rows: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
-    """Adds (trial id, kind, data) rows."""
-    raise NotImplementedError
+    """Adds (trial id, kind, data) rows. Touches ``outbox``."""
+    if not rows:
+        return
+    first = sequences.take(conn, sequences.OUTBOX, len(rows))
+    conn.execute(
+        _INSERT,
+        [
+            {"seq": first + offset, "trial_id": trial_id, "kind": kind, "data": data, "created_at": now}
+            for offset, (trial_id, kind, data) in enumerate(rows)
+        ],
+    )
+    touch(conn, "outbox")
 
 
 def pending(conn: sa.Connection, limit: int = 500, after: int = 0) -> list[OutboxRow]:
     """The oldest rows with ``seq > after``."""
-    raise NotImplementedError
+    table = models.outbox
+    query = sa.select(table).where(table.c.seq > after).order_by(table.c.seq).limit(limit)
+    return [OutboxRow(**row) for row in conn.execute(query).mappings()]
 
 
 def done(conn: sa.Connection, up_to: int) -> int:
     """Removes rows with ``seq <= up_to``; returns how many."""
-    raise NotImplementedError
+    return conn.execute(sa.delete(models.outbox).where(models.outbox.c.seq <= up_to)).rowcount
 
 
 def remove(conn: sa.Connection, seqs: Sequence[int]) -> int:
     """Removes single rows (told out of order, or refused by MLflow for good); returns how many."""
-    raise NotImplementedError
+    if not seqs:
+        return 0
+    return conn.execute(sa.delete(models.outbox).where(models.outbox.c.seq.in_(seqs))).rowcount
 
 
 def lag(conn: sa.Connection) -> int:
     """How many rows MLflow has not heard."""
-    raise NotImplementedError
+    return conn.scalar(sa.select(sa.func.count()).select_from(models.outbox)) or 0
