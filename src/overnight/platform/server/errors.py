@@ -48,7 +48,10 @@ def envelope(error: e.OvernightError) -> Response:
 
 def validation_error(problems: list[Any]) -> e.InvalidSpecError:
     """What pydantic found, in words: the first problem in the message, more of them in the details."""
-    shown = [{"field": _field(p["loc"]), "problem": p["msg"], "value": _short(p.get("input"))} for p in problems]
+    shown = [
+        {"field": _field(p["loc"]), "problem": p["msg"].removeprefix("Value error, "), "value": _short(p.get("input"))}
+        for p in problems
+    ]
     first = shown[0]
     more = f" (and {len(shown) - 1} more)" if len(shown) > 1 else ""
     return e.InvalidSpecError(

@@ -69,6 +69,10 @@ class Hub:
             if not self._loop.is_closed():
                 raise
 
+    def notify(self, *topics: str) -> None:
+        """:meth:`publish` for what no commit tells. Called on the event loop."""
+        self._wake(frozenset(topics))
+
     def close(self) -> None:
         """Wakes everybody: the server is stopping, and answers what it has."""
         self.closing = True

@@ -1,0 +1,45 @@
+"""The few calls of `up`, `down` and `doctor` to the server; on the standard library, so that they start at once."""
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from overnight.core.errors import OvernightError
+from overnight.core.settings import Settings
+from overnight.platform.identity import Identity
+from overnight.platform.server.tokens import read_token
+
+TIMEOUT_SECONDS = 5.0
+
+
+class Switchboard:
+    """Calls the server of a home; every failure is the answer None."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._home = settings.paths
+
+    def health(self) -> dict[str, Any] | None:
+        """What ``/v1/health`` says."""
+        return self._call("GET", "/v1/health")
+
+    def shutdown(self) -> int:
+        """Tells every worker to save and leave, and that nothing is to start; the number of those still there."""
+        answer = self._call("POST", "/v1/shutdown", {"reason": "shutdown"})
+        return int(answer.get("live", 0)) if answer is not None else 0
+
+    def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
+        try:
+            found = Identity.parse(self._home.server_file.read_bytes())
+            url = urlsplit(str(found.facts["url"]) if found else "")
+            headers = {"Authorization": f"Bearer {read_token(self._home.token_file)}", "Connection": "close"}
+            connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_SECONDS)
+            try:
+                connection.request(method, path, None if body is None else json.dumps(body), headers)
+                response = connection.getresponse()
+                data = json.loads(response.read())
+            finally:
+                connection.close()
+        except (OSError, ValueError, KeyError, http.client.HTTPException, OvernightError):
+            return None
+        return data if response.status == 200 and isinstance(data, dict) else None

@@ -1,0 +1,310 @@
+"""`overnight up`: keeps a node daemon and a server alive for a home, and takes everything down in order.
+
+The node daemon and the server have sessions of their own, so that Ctrl-C reaches `up` alone: workers are told to yield
+while the server still takes their reports, then the node stops, then the server. A second Ctrl-C kills. When `up`
+itself is killed both live on, and the next `up` adopts them.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from overnight.core.errors import SetupError
+from overnight.core.settings import Settings
+from overnight.platform.identity import Identity, LockFile, boot_id, held, holder, start_time
+from overnight.platform.node import client as node_client
+from overnight.platform.server.environment import settings_environment
+from overnight.platform.server.exits import error_of, is_final
+from overnight.platform.server.tokens import ensure_token
+from overnight.platform.switchboard import Switchboard
+from overnight.platform.watch import Signals, Watched, remaining
+
+Kind = Literal["node", "server", "restart", "stopping", "stopped"]
+
+READY_SECONDS = 60.0
+"""Longest start of a server: a migration of a large database may take a while, a hang must not."""
+
+NODE_STOP_SECONDS = 10.0
+SERVER_STOP_SECONDS = 5.0
+YIELD_MARGIN_SECONDS = 15.0
+"""Beyond the grace: SIGTERM, SIGKILL and the last reports of workers that did not listen."""
+
+FIRST_PAUSE_SECONDS = 0.2
+MAX_PAUSE_SECONDS = 30.0
+HEALTHY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class UpEvent:
+    """Something that `up` did, for people and programs.
+
+    Attributes:
+        kind: What it is about.
+        message: One sentence.
+        data: Facts: ``pid``, ``url``, ``adopted``, ``code`` …
+    """
+
+    kind: Kind
+    message: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+OnEvent = Callable[[UpEvent], None]
+
+
+def run_up(settings: Settings, detach: bool = False, on_event: OnEvent = lambda event: None) -> int:
+    """Runs until told to stop (or with ``detach`` until the server answers); returns the exit code.
+
+    Args:
+        settings: Whose home.
+        detach: Leave it running in the background, with its output in ``home/logs``.
+        on_event: Told what happens.
+
+    Raises:
+        HomeHeldError: Another `up` looks after this home; the message says who, since when and where.
+        OvernightError: The server cannot start; the message is its own.
+    """
+    if detach:
+        from overnight.platform.detach import run_detached
+
+        return run_detached(settings, on_event)
+    ensure_token(settings.paths.token_file)
+    settings.paths.logs.mkdir(parents=True, exist_ok=True)
+    with held(settings.paths.up_lock, "`overnight up`") as lock, Signals() as signals:
+        return _Up(settings, lock, signals, on_event).run()
+
+
+class _Up:
+    def __init__(self, settings: Settings, lock: LockFile, signals: Signals, on_event: OnEvent) -> None:
+        self._settings = settings
+        self._home = settings.paths
+        self._lock = lock
+        self._signals = signals
+        self._tell = on_event
+        self._node: Watched | None = None
+        self._server: Watched | None = None
+
+    def run(self) -> int:
+        """Starts, watches, and takes down whatever happens."""
+        try:
+            self._node = self._start_node()
+            self._server = self._adopt_server() or self._start_server()
+            self._watch()
+        except _ServerDiedError as died:
+            raise died.error from None
+        finally:
+            self._stop()
+        return 0
+
+    def _start_node(self) -> Watched:
+        found = holder(self._home.node_lock)
+        adopted = found is not None
+        if found is None:
+            node_client.spawn_daemon(self._settings)
+            found = holder(self._home.node_lock)
+        watched = Watched.open(found) if found else None
+        if watched is None:
+            raise SetupError(
+                "the node daemon did not start", hint=f"Its last words are in {self._home.logs / 'node.log'}."
+            )
+        pid = watched.identity.pid
+        self._tell(UpEvent("node", f"node daemon is pid {pid}", {"pid": pid, "adopted": adopted}))
+        return watched
+
+    def _adopt_server(self) -> Watched | None:
+        found = holder(self._home.server_lock)
+        watched = Watched.open(found) if found else None
+        if watched is not None:
+            self._ready(watched, adopted=True)
+        return watched
+
+    def _start_server(self) -> Watched:
+        log = self._home.logs / "server.log"
+        with log.open("ab") as output, Path(os.devnull).open("rb") as silence:
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-m", "overnight.platform.server", "--home", str(self._home.root)],
+                dict(os.environ) | settings_environment(self._settings),
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, silence.fileno(), 0),
+                    (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
+                    (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
+                ],
+                setsid=True,
+            )
+            said_from = output.tell()
+        watched = Watched(Identity(pid, start_time(pid) or 0, boot_id()), os.pidfd_open(pid))
+        self._ready(watched, adopted=False, said_from=said_from)
+        return watched
+
+    def _ready(self, server: Watched, adopted: bool, said_from: int = 0) -> None:
+        """Waits until the server listens.
+
+        Raises:
+            OvernightError: It ended, with its own words; or it takes too long.
+        """
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            announced = _announced(self._home.server_file)
+            if announced is not None and announced.pid == server.identity.pid:
+                break
+            if server.wait(0):
+                raise _ServerDiedError(server.reap(), *_last_words(self._home.logs / "server.log", said_from))
+            if self._signals.count or remaining(deadline) == 0:
+                break
+            self._signals.sleep(0.02, [server])
+        url = announced.facts.get("url", "") if announced else ""
+        self._lock.update(url=url)
+        verb = "goes on" if adopted else "listens"
+        facts = {"pid": server.identity.pid, "url": url, "adopted": adopted}
+        self._tell(UpEvent("server", f"server {verb} at {url}", facts))
+
+    def _watch(self) -> None:
+        pause, began = 0.0, time.monotonic()
+        while not self._signals.asked():
+            assert self._node is not None and self._server is not None
+            self._signals.sleep(3600.0, [self._node, self._server])
+            if self._signals.asked():
+                return
+            if not self._node.alive:
+                self._node.close()
+                self._tell(UpEvent("restart", "the node daemon died; starting it again"))
+                self._node = self._start_node()
+            if self._server.wait(0):
+                pause = 0.0 if time.monotonic() - began > HEALTHY_SECONDS else pause
+                self._restart_server(pause)
+                pause = min(max(pause * 2, FIRST_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+                began = time.monotonic()
+
+    def _restart_server(self, pause: float) -> None:
+        assert self._server is not None
+        code = self._server.reap()
+        self._server.close()
+        later = f" in {pause:.1f} s" if pause else ""
+        self._tell(UpEvent("restart", f"the server ended ({_words(code)}); starting it again{later}", {"code": code}))
+        while not self._signals.asked():
+            self._signals.sleep(pause)
+            if self._signals.asked():
+                return
+            try:
+                self._server = self._adopt_server() or self._start_server()
+            except _ServerDiedError as died:
+                if died.code is not None and is_final(died.code):
+                    raise
+                pause = min(max(pause * 2, FIRST_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+                self._tell(UpEvent("restart", f"{died.error.message}; trying again in {pause:.1f} s"))
+                continue
+            return
+
+    def _stop(self) -> None:
+        asked = self._signals.count
+        take_down(self._settings, self._node, self._server, self._tell, lambda: self._signals.count > max(asked, 1))
+
+
+class _ServerDiedError(Exception):
+    """The server ended before it listened; ``error`` is what it said."""
+
+    def __init__(self, code: int | None, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.error = error_of(code or 0)(message or f"the server did not start ({_words(code)})", hint=hint)
+
+
+def stop(settings: Settings, on_event: OnEvent = lambda event: None) -> bool:
+    """Takes down what runs for a home (`overnight down`); False when nothing did.
+
+    Asks the `up` that looks after it; without one (it was killed) does the same itself.
+    """
+    home = settings.paths
+    found = holder(home.up_lock)
+    up = Watched.open(found) if found else None
+    if up is not None:
+        on_event(
+            UpEvent("stopping", f"asking `overnight up` (pid {up.identity.pid}) to stop", {"pid": up.identity.pid})
+        )
+        up.end(settings.grace_seconds + YIELD_MARGIN_SECONDS + NODE_STOP_SECONDS + SERVER_STOP_SECONDS)
+    node, server = (
+        Watched.open(identity) if identity else None for identity in (holder(home.node_lock), holder(home.server_lock))
+    )
+    if up is None and node is None and server is None:
+        return False
+    if node is not None or server is not None:
+        take_down(settings, node, server, on_event, lambda: False)
+    return True
+
+
+def take_down(
+    settings: Settings,
+    node: Watched | None,
+    server: Watched | None,
+    on_event: OnEvent,
+    impatient: Callable[[], bool],
+) -> None:
+    """Workers yield, then the node stops, then the server. ``impatient`` becoming true turns it into killing."""
+    if server is not None and server.alive:
+        _yield_workers(settings, on_event, impatient)
+    if node is not None:
+        _stop_node(settings, node, kill=impatient())
+    if server is not None:
+        server.end(0.0 if impatient() else SERVER_STOP_SECONDS)
+    on_event(UpEvent("stopped", "node daemon and server are stopped"))
+
+
+def _yield_workers(settings: Settings, on_event: OnEvent, impatient: Callable[[], bool]) -> None:
+    board = Switchboard(settings)
+    deadline = time.monotonic() + settings.grace_seconds + YIELD_MARGIN_SECONDS
+    told = -1
+    while not impatient() and remaining(deadline):
+        live = board.shutdown()
+        if not live:
+            return
+        if live != told:
+            told = live
+            on_event(UpEvent("stopping", f"{live} running trials save and leave", {"live": live}))
+        time.sleep(0.1)
+
+
+def _stop_node(settings: Settings, node: Watched, kill: bool) -> None:
+    if kill:
+        node.end(0.0)
+        return
+    try:
+        node_client.ask(settings.paths, {"op": "stop"})
+    except OSError:
+        node.signal(signal.SIGTERM)
+    if not node.wait(NODE_STOP_SECONDS):
+        node.end(1.0)
+    node.close()
+
+
+def _announced(path: Path) -> Identity | None:
+    try:
+        return Identity.parse(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _words(code: int | None) -> str:
+    if code is None:
+        return "how is unknown"
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _last_words(log: Path, start: int) -> tuple[str, str]:
+    """Message and hint that the server printed when it refused to start."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            text = file.read(1 << 20).decode(errors="replace")
+    except OSError:
+        return "", ""
+    _, mark, said = text.rpartition("overnight server: ")
+    if not mark:
+        return "", f"Its last words are in {log}."
+    message, _, hint = said.strip().partition("\n")
+    return message, hint.strip()
