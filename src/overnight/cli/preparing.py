@@ -1,0 +1,281 @@
+"""From what lies on this machine to what the server takes: script checked, code snapshotted, environment captured."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from overnight.agents import snapshot
+from overnight.agents.snapshot import Snapshot
+from overnight.cli import flags
+from overnight.core import specfile
+from overnight.core.enums import ArgsStyle, PriorityClass, RunKind
+from overnight.core.errors import InvalidSpecError, ScriptError
+from overnight.core.models.spec import Command, Compute, TrialConfig
+from overnight.core.settings import Settings
+from overnight.core.specfile import Spec
+from overnight.core.spectext import Document
+
+SPEC_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+
+INHERITED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|XDG_CACHE_HOME"
+    r"|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV"
+    r"|CUDA_HOME|CUDA_PATH|HF_HOME|HF_HUB_CACHE|HF_DATASETS_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_CACHE|TORCH_HOME"
+    r"|NCCL_\w+|GLOO_\w+"
+)
+"""Variables that a trial takes from the shell that submits it. All else, secrets above all, is named in ``env:``."""
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line says beyond the script or spec."""
+
+    experiment: str | None = None
+    gpus: str | None = None
+    priority: str | None = None
+    python: str | None = None
+    args: ArgsStyle | None = None
+    params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Ready to be sent."""
+
+    spec: Spec
+    config: TrialConfig
+    params: dict[str, Any]
+    snapshot: Snapshot
+
+
+def is_spec(target: Path) -> bool:
+    """Whether a file is a spec and no script, by its suffix."""
+    return target.suffix.lower() in SPEC_SUFFIXES
+
+
+def read_spec(path: Path) -> Spec:
+    """Reads a spec file and what it extends.
+
+    Raises:
+        InvalidSpecError: It is missing or wrong.
+    """
+
+    def load(name: str, referrer: str) -> tuple[str, str]:
+        base = Path(referrer).parent / name
+        return _text(base), str(base)
+
+    return specfile.parse(_text(path), name=str(path), load=load, experiment=_experiment_name(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidSpecError(f"there is no file {path}", hint=_similar(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSpecError(f"{path} cannot be read: {error}") from None
+
+
+def _similar(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    except OSError:
+        return f"There is no folder {path.parent}."
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"Did you mean {path.parent / close[0]}?" if close else "Check the path."
+
+
+def _experiment_name(path: Path) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-.")[:100].replace("..", ".")
+    return name or "experiment"
+
+
+def script_spec(path: Path) -> Spec:
+    """The spec that a bare script stands for."""
+    return Spec(
+        experiment=_experiment_name(path),
+        run=Command(kind=RunKind.SCRIPT, target=path.name),
+        args=ArgsStyle.FLAGS,
+        python=None,
+        include=(),
+        links=(),
+        compute=Compute(),
+        objective=None,
+        priority=PriorityClass.NORMAL,
+        rank=0,
+        resume=None,
+        max_retries=3,
+        seed=None,
+        replicates=1,
+        env={},
+        inherit_env=(),
+        params={},
+        sweep=None,
+        schedule=None,
+        note="",
+    )
+
+
+def prepare(
+    target: Path,
+    words: Sequence[str],
+    overrides: Overrides,
+    settings: Settings,
+    env: Mapping[str, str],
+    reserved: Sequence[str] = (),
+) -> Prepared:
+    """Everything of a submit up to the first byte sent.
+
+    Args:
+        target: A script or a spec file.
+        words: What stands behind it on the command line.
+        overrides: Options of the command line.
+        settings: For the cache of snapshots.
+        env: The submitting shell's variables.
+        reserved: Options of the command, which must not stand behind the target.
+
+    Raises:
+        BadInputError: Something is wrong with script, spec, params or code; nothing was sent.
+    """
+    spec = read_spec(target) if is_spec(target) else script_spec(checked_suffix(target))
+    spec = _overridden(spec, overrides, str(target))
+    parsed = flags.parse_words(words, spec.args, reserved)
+    run = spec.run.model_copy(update={"argv": (*spec.run.argv, *parsed.argv)})
+    spec = replace(spec, run=run)
+    root = target.absolute().parent
+    python = find_python(overrides.python or spec.python, Path.cwd() if overrides.python else root)
+    required = _check_run(run, root, python)
+    taken = snapshot.take(
+        root, include=spec.include, links=spec.links, required=required, cache=settings.home / "cache" / "snapshots"
+    )
+    config = spec.config(
+        python=python, workdir=str(root), code=taken.digest, code_links=taken.links, env=_captured(spec, env, taken)
+    )
+    return Prepared(spec, config, {**spec.params, **(overrides.params or {}), **parsed.params}, taken)
+
+
+def checked_suffix(path: Path) -> Path:
+    """The path of a script.
+
+    Raises:
+        ScriptError: It does not exist or is no Python file.
+    """
+    if not path.exists():
+        raise ScriptError(f"there is no file {path}", hint=_similar(path))
+    if path.suffix != ".py":
+        hint = "Other programs run through a spec file: run: ./program --flag"
+        raise ScriptError(f"{path} is neither a Python script (.py) nor a spec ({' '.join(SPEC_SUFFIXES)})", hint=hint)
+    return path
+
+
+def _overridden(spec: Spec, overrides: Overrides, name: str) -> Spec:
+    changes = {
+        "experiment": overrides.experiment,
+        "priority": overrides.priority,
+        "args": overrides.args,
+    }
+    data = {key: value for key, value in changes.items() if value is not None}
+    document = Document({}, "the command line")
+    checked = specfile.validate(TrialConfig, {"experiment": spec.experiment, "run": spec.run, **data}, document)
+    spec = replace(spec, **{key: getattr(checked, key) for key in data})
+    if overrides.gpus is None:
+        return spec
+    gpus = int(overrides.gpus) if overrides.gpus.strip().isdigit() else overrides.gpus
+    compute = spec.compute.model_dump() | {"gpus": gpus, "nodes": None, "gpus_per_node": None}
+    return replace(spec, compute=specfile.validate(Compute, compute, document))
+
+
+def find_python(written: str | None, root: Path) -> str:
+    """The interpreter of the trial: a path, a virtual environment's folder, or this one.
+
+    Raises:
+        InvalidSpecError: There is no interpreter.
+    """
+    if written is None:
+        return sys.executable
+    path = root / Path(written).expanduser()
+    found = path / "bin" / "python" if path.is_dir() else path
+    if not found.is_file() or not os.access(found, os.X_OK):
+        raise InvalidSpecError(
+            f"python: there is no interpreter at {found}",
+            hint="Name a virtual environment's folder, or an interpreter.",
+        )
+    return str(found.absolute())
+
+
+def _check_run(run: Command, root: Path, python: str) -> tuple[str, ...]:
+    """Files that must be in the snapshot."""
+    if run.kind is RunKind.SCRIPT:
+        check_script(root / run.target, python)
+        return (run.target,)
+    if run.kind is RunKind.COMMAND and "/" in run.target and not run.target.startswith("/"):
+        if not (root / run.target).is_file():
+            raise ScriptError(f"run: there is no file {root / run.target}", hint=_similar(root / run.target))
+        return (run.target.removeprefix("./"),)
+    return ()
+
+
+def check_script(path: Path, python: str | None = None) -> None:
+    """Compiles a script without running it.
+
+    Args:
+        path: The script.
+        python: The interpreter that will run it, which may know another syntax.
+
+    Raises:
+        ScriptError: It is missing, cannot be read, or does not parse; the message shows the line.
+    """
+    if not path.is_file():
+        raise ScriptError(f"there is no file {path}", hint=_similar(path))
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ScriptError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        if python and not Path(python).samefile(sys.executable) and _compiles_elsewhere(path, python):
+            return
+        raise ScriptError(_syntax_message(path, error), hint="Correct it and submit again.") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ScriptError(f"{path} does not parse: {error}") from None
+
+
+def _compiles_elsewhere(path: Path, python: str) -> bool:
+    code = "import sys; compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec')"
+    try:
+        return subprocess.run([python, "-I", "-c", code, str(path)], capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _syntax_message(path: Path, error: SyntaxError) -> str:
+    place = f"{path}:{error.lineno}" if error.lineno else str(path)
+    message = f"{place}: {error.msg}"
+    if error.text and error.text.strip():
+        text = error.text.rstrip("\n")[:200]
+        caret = " " * (max(1, error.offset or 1) - 1) + "^"
+        message += f"\n    {text}\n    {caret}"
+    return message
+
+
+def _captured(spec: Spec, env: Mapping[str, str], taken: Snapshot) -> dict[str, str]:
+    captured = {name: value for name, value in env.items() if INHERITED.fullmatch(name)}
+    for name in spec.inherit_env:
+        if name not in env:
+            raise InvalidSpecError(
+                f"env.{name} is to be inherited, but this shell has no {name}", hint=f"export {name}="
+            )
+        captured[name] = env[name]
+    if taken.git is not None:
+        captured["OVERNIGHT_GIT_COMMIT"] = taken.git.commit + ("+dirty" if taken.git.dirty else "")
+    return captured
