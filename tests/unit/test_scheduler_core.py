@@ -134,6 +134,17 @@ def test_a_gang_that_too_few_devices_could_serve_holds_none() -> None:
     assert house.decide() == {"small": ("n0/0",)}
 
 
+def test_only_the_first_gang_of_a_kind_holds_devices() -> None:
+    house = House(3, 3, span_nodes=False)
+    for trial_id in ("a", "b"):
+        house.queue(trial_id, devices=2)
+    assert house.decide() == {"a": ("n0/0", "n0/1"), "b": ("n1/0", "n1/1")}
+    house.queue("gang", devices=3)
+    house.queue("gang2", devices=3)
+    house.queue("small")
+    assert house.decide() == {"small": ("n1/2",)}
+
+
 def test_gangs_hold_only_what_they_need() -> None:
     house = House(4)
     house.queue("a", devices=3)

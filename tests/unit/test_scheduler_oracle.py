@@ -308,11 +308,11 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_long_busy_history(seed: int) -> None:
     random = Random(seed)
     world = World(span_nodes=bool(seed % 2))
-    for _ in range(250):
+    for _ in range(200):
         match random.choice("qqqqppppdww"):
             case "q":
                 demand = random.choice(DEMANDS)
