@@ -8,8 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from overnight.core.enums import TrialState
-from overnight.store import metrics
-from overnight.store.metrics import Token
+from overnight.store.lineages import Token
+from overnight.store.lineages import tokens as lineage
 from overnight.store.models import checkpoints, experiments, trials
 
 
@@ -76,7 +76,7 @@ def facts(conn: sa.Connection, trial_ids: Collection[str]) -> dict[str, TrialFac
             sweep_id=row.sweep_id,
             created_at=row.created_at,
             ended_at=row.ended_at,
-            tokens=tuple(metrics.lineage(conn, row.id)),
+            tokens=tuple(lineage(conn, row.id)),
             committed=commits.get(row.id, {}),
         )
         for row in conn.execute(query).all()

@@ -9,7 +9,6 @@ from enum import Enum
 
 from overnight.core.enums import TrialState
 from overnight.core.states import END_STATES
-from overnight.store.metrics import Token
 from overnight.store.projection import TrialFacts
 
 _AT_WORK = frozenset({TrialState.RUNNING, TrialState.YIELDING, TrialState.STOPPING})
@@ -34,24 +33,18 @@ def judge(facts: TrialFacts, attempt: int, generation: int, step: int, *, patien
         patient: Whether it has not waited for long.
     """
     newest = (facts.tokens[-1].attempt, facts.tokens[-1].generation) if facts.tokens else (0, 0)
-    token = _token(facts, attempt, generation)
-    if token is None:
-        return Verdict.DROP if (attempt, generation) < newest else Verdict.TELL
-    if (token.after_step is not None and step <= token.after_step) or (
-        token.until_step is not None and step > token.until_step
-    ):
+    token = next((t for t in facts.tokens if (t.attempt, t.generation) == (attempt, generation)), None)
+    if token is None and (attempt, generation) < newest:
         return Verdict.DROP
-    if facts.state in END_STATES or (attempt, generation) < newest:
+    if token is not None and token.until_step is not None:
+        return Verdict.TELL if step <= token.until_step else Verdict.DROP
+    if facts.state in END_STATES or step <= facts.committed.get((attempt, generation), -1):
         return Verdict.TELL
-    if step <= facts.committed.get((attempt, generation), -1):
-        return Verdict.TELL
+    if (attempt, generation) < newest:  # a later start has not said yet where it forks
+        return Verdict.HOLD
     return Verdict.HOLD if patient or facts.state not in _AT_WORK else Verdict.TELL
 
 
 def has_forked(facts: TrialFacts, attempt: int, generation: int) -> bool:
     """Whether this token continues an earlier one, so that MLflow may have heard of its steps before."""
     return bool(facts.tokens) and (attempt, generation) > (facts.tokens[0].attempt, facts.tokens[0].generation)
-
-
-def _token(facts: TrialFacts, attempt: int, generation: int) -> Token | None:
-    return next((t for t in facts.tokens if (t.attempt, t.generation) == (attempt, generation)), None)

@@ -174,7 +174,9 @@ class Projector:
         kept = [p for p, verdict in zip(row.data["rows"], verdicts, strict=True) if verdict is Verdict.TELL]
         batch.dropped += len(verdicts) - len(kept)
         batch.points.setdefault(token, []).extend(
-            (key, float(value), milliseconds(time), step) for key, step, value, time in kept
+            (key, number, milliseconds(time), step)
+            for key, step, value, time in kept
+            if (number := _number(value)) is not None
         )
         return True
 
@@ -249,6 +251,14 @@ class Projector:
                 self._store.write(lambda conn: experiments.set_mlflow_id(conn, trial.experiment_id, found))
             self._experiments[trial.experiment_id] = found
         return self._experiments[trial.experiment_id]
+
+
+def _number(value: float | str) -> float | None:
+    """The value, or None for text that is no number: MLflow has no place for it."""
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def _run_tags(trial: TrialFacts) -> dict[str, str]:
