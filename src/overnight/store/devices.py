@@ -132,6 +132,12 @@ def get(conn: sa.Connection, device_id: str) -> Device:
     return found[0]
 
 
+def evidence(conn: sa.Connection, node_id: str) -> dict[str, dict[str, Any]]:
+    """What was kept with the newest change of each device of a node, by device id."""
+    rows = conn.execute(sa.select(_TABLE.c.id, _TABLE.c.evidence).where(_TABLE.c.node_id == node_id))
+    return {row.id: row.evidence or {} for row in rows}
+
+
 def list_(conn: sa.Connection, node_id: str | None = None) -> list[Device]:
     """By node and index, with the holder of each."""
     return _list(conn, sa.true() if node_id is None else _TABLE.c.node_id == node_id)
