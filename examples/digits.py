@@ -10,7 +10,6 @@ Runs as it is in three ways, and continues exactly where it stopped in each::
 """
 
 import importlib.util
-import os
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +80,7 @@ def build(width: int, dropout: float) -> nn.Module:
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Share of images whose digit is recognised."""
     model.eval()
-    hits = (model(images).argmax(1) == labels).float().mean().item()
+    hits = float((model(images).argmax(1) == labels).float().mean())
     model.train()
     return hits
 
@@ -108,7 +107,6 @@ def main() -> None:
             shuffle=True,
         )
         epochs = run.params["epochs"]
-        loader.bind(rank=run.rank, world_size=run.world_size, seed=run.seed)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=run.params["lr"], total_steps=epochs * loader.updates_per_epoch
         )
@@ -132,5 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

@@ -1,0 +1,68 @@
+"""Starts training scripts quickly and for real: one process with torch loaded forks a process per rank and order.
+
+An order is a line of JSON on stdin: ``{"script", "argv", "cwd", "env", "ranks", "log"}``; the answer, a line on stdout,
+is the list of wait statuses. The parent runs no operator, exactly as a warm process must not.
+"""
+
+import gc
+import json
+import os
+import runpy
+import socket
+import sys
+import threading
+import traceback
+
+import torch._dynamo
+import torch.distributed.checkpoint
+
+import overnight.trainer  # noqa: F401
+
+
+def child(order: dict, rank: int, port: int) -> int:
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(order["cwd"])
+    os.environ.update(order["env"])
+    if order["ranks"] > 1:
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["ranks"], "LOCAL_WORLD_SIZE": order["ranks"]}
+        os.environ.update({key: str(value) for key, value in where.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    sys.argv = [order["script"], *order["argv"]]
+    try:
+        runpy.run_path(order["script"], run_name="__main__")
+        return 0
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        threading._shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def main() -> None:
+    gc.freeze()
+    print(json.dumps({"threads": threading.active_count()}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        pids = []
+        for rank in range(order["ranks"]):
+            if (pid := os.fork()) == 0:
+                os._exit(child(order, rank, port) & 0xFF)
+            pids.append(pid)
+        statuses = []
+        for pid in pids:
+            _, status = os.waitpid(pid, 0)
+            statuses.append(os.waitstatus_to_exitcode(status))
+        print(json.dumps(statuses), flush=True)
+
+
+main()
