@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +53,9 @@ class Backend(Protocol):
 
     def fault(self, error: BaseException) -> Fault:
         """Classifies an error."""
+
+    def check(self, conn: sa.Connection) -> list[str]:
+        """What is wrong with the database's own structure; empty when nothing is."""
 
     def mark(self, conn: sa.Connection) -> str | None:
         """A mark of the open transaction by which :meth:`landed` knows it again; None if it needs none."""
@@ -180,6 +182,12 @@ class SqliteBackend:
             return False
         return space.f_bavail * space.f_frsize < 64 * 1024
 
+    def check(self, conn: sa.Connection) -> list[str]:
+        """``PRAGMA integrity_check``, then rows that point nowhere."""
+        problems = [str(row[0]) for row in conn.exec_driver_sql("PRAGMA integrity_check") if row[0] != "ok"]
+        broken = conn.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
+        return problems + [f"row {row[1]} of {row[0]} points to a missing row of {row[2]}" for row in broken]
+
     def mark(self, conn: sa.Connection) -> str | None:
         """None: a failed COMMIT of SQLite is rolled back."""
         return None
@@ -246,6 +254,10 @@ class PostgresBackend:
             return Fault.LOST
         return Fault.BROKEN if state in {"25006", "XX001", "XX002"} else Fault.OWN
 
+    def check(self, conn: sa.Connection) -> list[str]:
+        """Nothing: the server looks after itself."""
+        return []
+
     def mark(self, conn: sa.Connection) -> str | None:
         """The transaction's id."""
         return str(conn.exec_driver_sql("SELECT pg_current_xact_id()::text").scalar_one())
@@ -274,7 +286,3 @@ def to_error(backend: Backend, error: BaseException) -> OvernightError:
             return StoreBusyError(
                 f"the database is locked or away: {text}", hint="Nothing was changed. Try again in a moment."
             )
-
-
-Retry = Callable[[float], bool]
-"""Waits so many seconds; False when there is no more time to wait."""

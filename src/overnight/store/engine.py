@@ -129,6 +129,11 @@ class Store:
             except Exception:
                 _log.exception("a subscriber of the store failed")
 
+    def check(self) -> list[str]:
+        """What is wrong with the database itself: damaged pages, rows that point nowhere. Reads all of it."""
+        with self.read() as conn:
+            return self._backend.check(conn)
+
     def close(self) -> None:
         """Finishes what is queued, then closes. A write that comes later raises StoreBusyError."""
         self._writer.close()

@@ -111,7 +111,8 @@ def _create(
         "description": description,
         "created_at": now,
     }
-    made = conn.execute(upsert(conn, _TABLE).on_conflict_do_nothing(index_elements=["name"]), values).rowcount
+    statement = upsert(conn, _TABLE).on_conflict_do_nothing(index_elements=["name"]).returning(_TABLE.c.id)
+    made = conn.scalar(statement, values) is not None
     found = lock(conn, name)
     if found is None:
         raise NotFoundError(f"experiment {name} was removed while it was made")

@@ -41,8 +41,8 @@ def acquire(conn: sa.Connection, *, holder: str, now: datetime, seen: Leader | N
     """
     if seen is None:
         values = {"name": name, "holder": holder, "counter": 1, "acquired_at": now, "renewed_at": now}
-        statement = upsert(conn, _TABLE).on_conflict_do_nothing(index_elements=["name"])
-        return conn.execute(statement, values).rowcount == 1 or renew(conn, holder=holder, now=now, name=name)
+        statement = upsert(conn, _TABLE).on_conflict_do_nothing(index_elements=["name"]).returning(_TABLE.c.name)
+        return conn.scalar(statement, values) is not None or renew(conn, holder=holder, now=now, name=name)
     unchanged = (_TABLE.c.name == name) & (_TABLE.c.holder == seen.holder) & (_TABLE.c.counter == seen.counter)
     values = {"holder": holder, "counter": seen.counter + 1, "acquired_at": now, "renewed_at": now}
     return conn.execute(sa.update(_TABLE).where(unchanged).values(values)).rowcount == 1

@@ -64,7 +64,7 @@ def ingest(conn: sa.Connection, attempt_id: str, generation: int, events: Sequen
     batch.flush()
     acked = new[-1].seq
     conn.execute(sa.update(_ATTEMPTS).where(_ATTEMPTS.c.id == attempt_id).values(acked=acked))
-    touch(conn, "attempts", f"attempt:{attempt_id}")
+    touch(conn, f"attempt:{attempt_id}")
     return acked
 
 

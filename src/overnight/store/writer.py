@@ -171,18 +171,19 @@ class Writer:
             self._conn = self._engine.connect()
         conn = self._conn
         topics: set[str] = set()
-        with conn.begin() as transaction:
-            if len(jobs) == 1:
-                done = [self._run_alone(conn, transaction, jobs[0], topics)]
-            else:
-                done = [self._run_in_savepoint(conn, job, topics) for job in jobs]
-            if transaction.is_active:
-                mark = self._backend.mark(conn)
-                try:
-                    transaction.commit()
-                except sa.exc.DBAPIError as error:
-                    if not self._has_landed(error, mark):
-                        raise
+        transaction = conn.begin()  # whatever is raised from here on drops the connection, and so rolls back
+        if len(jobs) == 1:
+            done = [self._run_alone(conn, transaction, jobs[0], topics)]
+        else:
+            done = [self._run_in_savepoint(conn, job, topics) for job in jobs]
+        if transaction.is_active:
+            mark = self._backend.mark(conn)
+            try:
+                transaction.commit()
+            except sa.exc.DBAPIError as error:
+                if not self._has_landed(error, mark):
+                    raise
+                self._drop_connection()
         return done, frozenset(topics)
 
     def _run_alone(self, conn: sa.Connection, transaction: sa.RootTransaction, job: _Job, topics: set[str]) -> _Done:
@@ -225,7 +226,6 @@ class Writer:
             except sa.exc.DBAPIError:
                 continue
             if landed is not None:
-                self._drop_connection()
                 return landed
         raise _UnknownOutcomeError(str(error.orig)) from error
 
