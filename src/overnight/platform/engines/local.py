@@ -47,8 +47,8 @@ class LocalEngine:
         running = [one for one in live if one.ended_at is None and one.lease_state is LeaseState.ACTIVE]
         launches = tuple(self._order(conn, one, on_node) for one in running if one.started_at is None)
         keep = tuple(one.id for one in live if one.ended_at is None)
-        # Ended here but not clean: whatever the node still has goes; if it has nothing, it says so and the lease is
-        # clean. over = (one.id for one in live if one.ended_at is not None)
+        # Ended here but not clean: whatever the node still has goes; if it has nothing, it says so.
+        over = (one.id for one in live if one.ended_at is not None)
         kill = tuple(dict.fromkeys([*self._kills(node_id), *over]))
         return Work(version=_version(launches, keep, kill), launches=launches, keep=keep, kill=kill)
 

@@ -1,0 +1,438 @@
+"""The process that owns one attempt's ranks: starts them, listens to them, speaks for them, ends them, leaves nothing.
+
+It has its own session and is a child subreaper. It is single-threaded, because it forks. It needs neither the warm
+process nor the daemon nor the server once it runs: what it cannot report it spools, and its end is on disk in
+``exit.json``.
+
+Standard library only: runs in the user's interpreter too.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from overnight.platform.node import command, evidence, launch_lock, reaper
+from overnight.platform.node.delivery import Delivery, StaleError, follow_directives
+from overnight.platform.node.directives import DirectiveBoard
+from overnight.platform.node.files import read_json, write_json
+from overnight.platform.node.identity import Identity
+from overnight.platform.node.link import ServerLink
+from overnight.platform.node.mlflow_endpoint import MlflowEndpoint
+from overnight.platform.node.objective import ObjectiveReader
+from overnight.platform.node.output import BoundedOutput
+from overnight.platform.node.places import Places, free_port
+from overnight.platform.node.rank import Seat, fork_seat
+from overnight.platform.node.rank_api import RankApi
+from overnight.platform.node.spool import Spool
+from overnight.platform.node.tail import Tail, last_lines
+from overnight.platform.node.wire import HttpError, Request, Server, WireError
+
+TERM_SECONDS = 10.0
+PEER_SECONDS = 5.0
+FLUSH_SECONDS = 5.0
+TICK_SECONDS = 0.1
+SYNC_SECONDS = 1.0
+
+
+def main(handover: dict[str, Any], seat: Seat | None = None) -> NoReturn:
+    """Becomes the supervisor of an attempt. Never returns.
+
+    Args:
+        handover: ``dir`` (the attempt's folder), ``token`` (of ``launch.lock``), ``socket`` (path), ``imports``
+            (folder for ``PYTHONPATH`` or empty), ``heartbeat_seconds``, ``python`` (default interpreter).
+        seat: A rank forked in advance; None on a cold start.
+    """
+    status = 1
+    try:
+        folder = Path(handover["dir"])
+        lock = launch_lock.hold(folder, handover["token"])
+        if lock is not None:
+            reaper.become_subreaper()
+            supervisor = Supervisor(handover, lock, seat)
+            supervisor.start_ranks()
+            asyncio.run(supervisor.run())
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        reaper.kill_descendants()
+        with contextlib.suppress(BaseException):
+            sys.stderr.flush()
+        os._exit(status)
+
+
+class Supervisor:
+    """One attempt. See :func:`main` for the arguments; ``lock`` is the held ``launch.lock``."""
+
+    def __init__(self, handover: dict[str, Any], lock: int, seat: Seat | None) -> None:
+        self._handover = handover
+        self._folder = Path(handover["dir"])
+        order = read_json(self._folder / "order.json")
+        if order is None:
+            raise FileNotFoundError(f"{self._folder / 'order.json'} is missing or unreadable")
+        self._order = order
+        self._lock = lock
+        self._seat = seat
+        self._warm = seat is not None
+        self.generation = int(order["generation"])
+        self._spool = Spool(self._folder)
+        self._places = Places.open(handover["socket"])
+        self._board = DirectiveBoard()
+        self._pids: dict[int, int] = {}  # rank -> pid
+        self._statuses: dict[int, int] = {}  # rank -> exit code, negative for a signal
+        self._trainer_ranks: set[int] = set()
+        self._left: dict[int, dict[str, Any]] = {}
+        self._error: dict[str, Any] | None = None
+        self._failed_rank: int | None = None
+        self._killed: str | None = None
+        self._started = time.monotonic()
+        self._oom_kills = 0
+        self._census: set[int] = set()
+        self._tail: Tail | None = None
+        self._reader: ObjectiveReader | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._server = Server(self._on_request)
+        self._link = ServerLink(Path(order["server_file"]), Path(order["token_file"]))
+        self._delivery = Delivery(
+            self._spool, self._link, order["attempt_id"], self.generation, handover["heartbeat_seconds"],
+            self._on_server_directive,
+        )  # fmt: skip
+        self._mlflow = MlflowEndpoint(order, self._on_mlflow_metrics, self._on_mlflow_facts)
+        self._api = RankApi(self, order.get("objective"))
+
+    # -- start
+
+    def start_ranks(self) -> None:
+        """Records every process, then lets the ranks go. Before the event loop exists, because it forks."""
+        launch_lock.mark_held(self._lock, self._handover["token"])
+        seats = {rank: self._take_seat() for rank in self._order["ranks"]}
+        self._pids = {rank: seat.pid for rank, seat in seats.items()}
+        self._write_pids()
+        plan = command.plan(self._order, self._handover["python"])
+        port = str(free_port())
+        for local_rank, (rank, seat) in enumerate(seats.items()):
+            with contextlib.suppress(OSError):  # a rank that is gone already shows by its exit
+                seat.send(self._rank_order(plan, rank, local_rank, port))
+
+    def _take_seat(self) -> Seat:
+        seat, self._seat = self._seat, None
+        return seat or fork_seat()
+
+    def _rank_order(self, plan: command.Plan, rank: int, local_rank: int, port: str) -> dict[str, Any]:
+        places = {
+            "supervisor": self._places.path,
+            "mlflow_uri": self._places.mlflow_uri,
+            "mlflow_token": self._places.token,
+            "mlflow_run_id": self._mlflow.run_id,
+            "master_port": port,
+            "imports": self._handover["imports"],
+        }
+        return {
+            "attempt_id": self._order["attempt_id"],
+            "log": str(self._log(rank)),
+            "cwd": self._order["cwd"],
+            "env": command.rank_env(self._order, os.environ, rank=rank, local_rank=local_rank, places=places),
+            "words": plan.words,
+            "warm": self._warm,
+            "kind": plan.kind,
+            "target": plan.target,
+            "argv": plan.argv,
+            "threads": self._order["threads"],
+        }
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / ("out.log" if rank == 0 else f"out.{rank}.log")
+
+    def _write_pids(self) -> None:
+        boot = Identity.mine().boot
+        ranks = {str(rank): identity.to_dict() for rank, pid in self._pids.items() if (identity := Identity.of(pid))}
+        census = [[pid, identity.start] for pid in sorted(self._census) if (identity := Identity.of(pid))]
+        pids = {"supervisor": Identity.mine().to_dict(), "ranks": ranks, "census": census, "boot": boot}
+        write_json(self._folder / launch_lock.PIDS, pids)
+
+    # -- life
+
+    async def run(self) -> None:
+        """From the first rank to the last word."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._kill_now, "killed")
+        for listening in (self._places.unix, self._places.tcp):
+            await self._server.listen(listening)
+        self.spool("started", {"pids": {str(r): p for r, p in self._pids.items()}, "warm": self._warm}, urgent=True)
+        self._oom_kills = evidence.oom_kills()
+        self._tasks = [asyncio.create_task(work) for work in (self._deliver(), self._listen(), self._housekeep())]
+        self._reap()
+        await self._ranks_gone(None)
+        await self._finish()
+
+    def _reap(self) -> None:
+        reaper.reap(self._on_exit)
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        rank = next((rank for rank, known in self._pids.items() if known == pid), None)
+        if rank is None or rank in self._statuses:
+            return  # an orphan that some rank left behind
+        code = os.waitstatus_to_exitcode(status)
+        self._statuses[rank] = code
+        if not self._is_expected(rank, code) and self._failed_rank is None and self._killed is None:
+            self._failed_rank = rank
+            if not self._all_gone and not self._board.leaving:
+                self._end_ranks(0.0, PEER_SECONDS, "peer_failed")
+        self._changed.set()
+
+    def _is_expected(self, rank: int, code: int) -> bool:
+        """Whether a rank ended as it should: of itself without error, or because it was told to leave."""
+        resume = self._order.get("resume")
+        obeyed = resume is not None and self._board.leaving and code == resume["exit_code"]
+        return code == 0 or rank in self._left or obeyed
+
+    @property
+    def _all_gone(self) -> bool:
+        return len(self._statuses) == len(self._pids)
+
+    async def _ranks_gone(self, seconds: float | None) -> bool:
+        """Waits until no rank is left, at most ``seconds``. Returns whether none is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._all_gone:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self._all_gone
+
+    async def _deliver(self) -> None:
+        try:
+            await self._delivery.run()
+        except StaleError:
+            self._on_stale()
+
+    async def _listen(self) -> None:
+        link = ServerLink(Path(self._order["server_file"]), Path(self._order["token_file"]))
+        try:
+            await follow_directives(link, self._order["attempt_id"], self._on_server_directive)
+        except StaleError:
+            self._on_stale()
+        finally:
+            link.close()
+
+    async def _housekeep(self) -> None:
+        """Bounds the output, reads the objective, keeps the census and the time limit."""
+        outputs = [BoundedOutput(self._log(rank)) for rank in self._pids]
+        self._tail, self._reader = self._objective_source()
+        synced_at = counted_at = time.monotonic()
+        while True:
+            for output in outputs:
+                output.bound()
+            self._read_objective(self._tail.read() if self._tail else [])
+            now = time.monotonic()
+            if now - synced_at >= SYNC_SECONDS:
+                synced_at = now
+                self._sync()
+                self._check_limits(now)
+            if now - counted_at >= self._handover["heartbeat_seconds"]:
+                counted_at = now
+                self._count_processes()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _objective_source(self) -> tuple[Tail | None, ObjectiveReader | None]:
+        objective = self._order.get("objective")
+        if objective is None or objective["source"] == "report" or 0 not in self._pids:
+            return None, None
+        return Tail(self._log(0)), ObjectiveReader(objective)
+
+    def _read_objective(self, lines: list[str]) -> None:
+        for line in lines:
+            found = self._reader.feed(line) if self._reader else None
+            if found is not None:
+                self.spool("report", {"step": found[0], "values": found[1]}, urgent=True)
+
+    def _check_limits(self, now: float) -> None:
+        limit = self._order.get("max_seconds")
+        if limit is not None and now - self._started >= limit and not self._board.leaving:
+            self._tell("stop", float(self._order["grace_seconds"]), "max_time")
+
+    def _count_processes(self) -> None:
+        """Keeps pids.json true about descendants: should we be killed, the daemon finds them by it."""
+        census = set(reaper.descendants(os.getpid())) - set(self._pids.values())
+        if census != self._census:
+            self._census = census
+            with contextlib.suppress(OSError):
+                self._write_pids()
+
+    def _sync(self) -> None:
+        try:
+            self._spool.sync()
+            if not self._folder.is_dir():
+                raise FileNotFoundError(f"{self._folder} is gone")
+        except OSError as error:
+            self._on_spool_failure(error)
+
+    # -- what the ranks and the daemon say
+
+    async def _on_request(self, request: Request) -> tuple[int, Any]:
+        if not self._mlflow.handles(request.path):
+            return await self._api.answer(request)
+        if request.headers.get("authorization", "") != f"Bearer {self._places.token}":
+            raise HttpError(401, "this endpoint serves the trial's own processes", "UNAUTHENTICATED")
+        body: dict[str, Any] = dict(request.query) if request.method == "GET" else request.json()
+        return self._mlflow.answer(request.method, request.path, body)
+
+    def _on_mlflow_metrics(self, rows: list[list[Any]]) -> None:
+        self._api.metrics(rows)
+
+    def _on_mlflow_facts(self, params: dict[str, str], tags: dict[str, str]) -> None:
+        self.spool("mlflow", {"params": params, "tags": tags})
+
+    def directive(self) -> dict[str, Any]:
+        """The current directive."""
+        return self._board.current
+
+    async def directive_after(self, version: int, seconds: float) -> dict[str, Any]:
+        """A rank's long-poll."""
+        return await self._board.wait(version, seconds)
+
+    def rank_said(self, what: str, rank: int, data: dict[str, Any]) -> None:
+        """A rank introduced itself, failed, or leaves."""
+        if what == "hello":
+            self._trainer_ranks.add(rank)
+        elif what == "leaving":
+            self._left[rank] = data
+        elif self._error is None:
+            self._error = data
+
+    async def control(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The daemon asks for a yield or a stop, e.g. because ``overnight up`` ends."""
+        action = body.get("action")
+        if action not in ("yield", "stop"):
+            raise HttpError(400, "action must be 'yield' or 'stop'")
+        grace_seconds = float(body.get("grace_seconds") or self._order["grace_seconds"])
+        self._tell(action, grace_seconds, str(body.get("reason") or "shutdown")[:250])
+        return {}
+
+    def spool(self, kind: str, data: dict[str, Any], *, urgent: bool = False) -> None:
+        """Records an event and has it delivered."""
+        if self._killed in ("stale", "spool_failed"):
+            return
+        try:
+            self._spool.append(kind, self.generation, data, durable=kind == "exit")
+        except OSError as error:
+            self._on_spool_failure(error)
+            return
+        self._delivery.notify(urgent=urgent)
+
+    def _on_spool_failure(self, error: OSError) -> None:
+        if self._killed is None:
+            print(f"overnight: the spool cannot be written, the attempt ends: {error}", file=sys.stderr)
+            self._error = evidence.make_error("SpoolError", f"the attempt's spool cannot be written: {error}")
+            self._end_ranks(0.0, TERM_SECONDS, "spool_failed")
+
+    # -- directives and the end
+
+    def _on_server_directive(self, directive: dict[str, Any]) -> None:
+        if self._board.from_server(directive):
+            self._act()
+
+    def _tell(self, action: str, grace_seconds: float, reason: str) -> None:
+        self._board.from_here(action, grace_seconds, reason)
+        self._act()
+
+    def _act(self) -> None:
+        if not self._board.leaving:
+            if self._ending is not None and self._killed is None:
+                self._ending.cancel()
+            return
+        resume = self._order.get("resume")
+        grace_seconds = float(self._board.current["grace_seconds"])
+        if resume is not None and not self._trainer_ranks:
+            self._signal_ranks(getattr(signal, f"SIG{resume['signal']}"))
+        elif not self._trainer_ranks:
+            grace_seconds = 0.0  # nobody there listens to a directive
+        self._end_ranks(grace_seconds, TERM_SECONDS, "grace")
+
+    def _on_stale(self) -> None:
+        self._killed = "stale"
+        self._board.from_here("stop", 0.0, "stale")
+        self._end_ranks(0.0, TERM_SECONDS, "stale")
+
+    def _end_ranks(self, grace_seconds: float, term_seconds: float, why: str) -> None:
+        """Starts the way to the end: a grace, SIGTERM to the rank leaders, SIGKILL to all."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = asyncio.create_task(self._escalate(grace_seconds, term_seconds, why))
+
+    async def _escalate(self, grace_seconds: float, term_seconds: float, why: str) -> None:
+        if grace_seconds > 0 and await self._ranks_gone(grace_seconds):
+            return
+        self._killed = self._killed or why
+        self._signal_ranks(signal.SIGTERM)
+        if not await self._ranks_gone(term_seconds):
+            reaper.kill_descendants(self._on_exit)
+
+    def _kill_now(self, why: str) -> None:
+        self._killed = self._killed or why
+        reaper.kill_descendants(self._on_exit)
+
+    def _signal_ranks(self, number: int) -> None:
+        for rank, pid in self._pids.items():
+            if rank not in self._statuses:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    async def _finish(self) -> None:
+        tasks = [*self._tasks, *([self._ending] if self._ending else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        reaper.kill_descendants(self._on_exit)
+        await self._server.close()
+        self._read_objective(self._tail.finish() if self._tail else [])
+        report = self._exit_report()
+        with contextlib.suppress(OSError):
+            write_json(self._folder / "exit.json", report, durable=True)
+        if self._killed != "stale":
+            self.spool("exit", report, urgent=True)
+            with contextlib.suppress(WireError, StaleError, TimeoutError):
+                await asyncio.wait_for(self._delivery.flush(), FLUSH_SECONDS)
+        self._link.close()
+        self._places.remove()
+
+    def _exit_report(self) -> dict[str, Any]:
+        codes = [self._statuses.get(rank) for rank in self._pids]
+        witness = self._failed_rank if self._failed_rank is not None else next(iter(self._pids))
+        lines = last_lines(self._log(witness))
+        error = self._error
+        if error is None and self._failed_rank is not None:
+            error = evidence.error_from_log(lines)
+        shot = any(code == -signal.SIGKILL for code in codes) and self._killed is None
+        left = self._how_left()
+        return {
+            "exit_codes": codes,
+            "left": left,
+            "saved": bool(left) and all(said["saved"] for said in self._left.values()),
+            "killed": self._killed,
+            "error": error,
+            "last_lines": lines,
+            "seconds": time.monotonic() - self._started,
+            "oom": evidence.is_out_of_memory(error) or (shot and evidence.oom_kills() > self._oom_kills),
+            "failed_rank": self._failed_rank,
+            "directive": self._board.current if self._board.leaving else None,
+        }
+
+    def _how_left(self) -> str | None:
+        """``yield`` or ``stop`` if the ranks left because they were told to."""
+        if self._left:
+            return str(next(iter(self._left.values()))["why"])
+        resume = self._order.get("resume")
+        if resume is None or not self._board.leaving or self._killed is not None:
+            return None
+        obeyed = all(code == resume["exit_code"] for code in self._statuses.values())
+        return str(self._board.current["action"]) if obeyed else None
