@@ -134,6 +134,8 @@ class _FaultsFile:
 
 def _parse(line: bytes, now: float, number: int) -> ScriptedFault:
     data = json.loads(line)
+    if not isinstance(data, dict):
+        raise ValueError("a fault is a JSON object")
     begins_at = float(data["at"]) if "at" in data else now + float(data.get("after_seconds", 0.0))
     ends_at = begins_at + float(data["clear_after_seconds"]) if data.get("clear_after_seconds") else math.inf
     cause = None if data.get("clear") else data["cause"]
