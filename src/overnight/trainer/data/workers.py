@@ -4,7 +4,7 @@ torch's own worker machinery does the transport (shared memory, pinning, order).
 
 * A signal to the process group (a terminal's Ctrl-C, a scheduler's SIGTERM) kills its workers, and the training loop
   raises before it reaches the boundary at which it wanted to save. Ours ignore SIGTERM, SIGINT and SIGUSR1.
-* Its workers look for their parent every 5 s, and only between tasks. Ours get SIGKILL from the kernel.
+* Its workers look for their parent every 5 s, and only between tasks. Ours end with it, whatever they are doing.
 * Since ours ignore SIGTERM, a stuck one must be killed, or the interpreter's exit would wait for it for ever.
 * A dead worker is reported as :class:`DataError` with a way out.
 """
@@ -50,28 +50,41 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """Runs first in every worker. Picklable, for the start method ``spawn``.
+    """Runs first in every worker. Picklable, for start methods that do not fork.
 
     Attributes:
         user_init: The user's own ``worker_init_fn``.
-        die_with_parent: Whether the kernel ends the worker with its parent. The kernel means the *thread* that
-            started it, so only workers of a main thread may ask for it.
+        from_main_thread: Whether the main thread starts the worker.
     """
 
     user_init: Callable[[int], None] | None
-    die_with_parent: bool
+    from_main_thread: bool
 
     def __call__(self, worker_id: int) -> None:
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-        if self.die_with_parent and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            parent = multiprocessing.parent_process()
-            if parent is not None and not parent.is_alive():
-                os._exit(1)
+        _die_with_parent(self.from_main_thread)
         if self.user_init is not None:
             self.user_init(worker_id)
+
+
+def _die_with_parent(from_main_thread: bool) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    # The kernel's signal comes when the *thread* that forked us ends, and under a fork server our parent is the server.
+    if sys.platform == "linux" and from_main_thread and os.getppid() == parent.pid:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent.pid:
+            os._exit(1)
+    else:
+        threading.Thread(target=_exit_after, args=[parent], daemon=True).start()
+
+
+def _exit_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 class BatchReader:
@@ -167,19 +180,21 @@ class _Pools:
         if cls._owner_pid != os.getpid():
             cls._owner_pid = os.getpid()
             cls._live = {}
-            atexit.register(cls.close_all)
+            atexit.register(cls.kill_all)
         if _processes(iterator):
             cls._live[id(iterator)] = iterator
 
     @classmethod
-    def forget(cls, iterator: Any) -> None:
-        cls._live.pop(id(iterator), None)
+    def forget(cls, iterator: Any) -> bool:
+        """Whether its workers were alive until now, and were started by this process."""
+        return cls._live.pop(id(iterator), None) is not None and cls._owner_pid == os.getpid()
 
     @classmethod
-    def close_all(cls) -> None:
-        if cls._owner_pid == os.getpid():
-            for iterator in list(cls._live.values()):
-                _close(iterator)
+    def kill_all(cls) -> None:
+        for iterator in list(cls._live.values()):
+            if cls.forget(iterator):
+                _kill(_processes(iterator))
+                _shut_down(iterator)
 
 
 def _unchanged(data: Any) -> Any:
@@ -220,21 +235,25 @@ def _processes(iterator: Any) -> list[multiprocessing.Process]:
 
 
 def _close(iterator: Any) -> None:
-    """Lets the workers finish, kills those that do not within the grace. Safe to call twice."""
-    _Pools.forget(iterator)
-    shut_down = getattr(iterator, "_shutdown_workers", None)
-    if shut_down is None:
+    """Lets the workers finish, kills those that do not within the grace. Does nothing the second time."""
+    if not _Pools.forget(iterator):
         return
-    workers = _processes(iterator)
-    killer = threading.Timer(CLOSE_GRACE_SECONDS, _kill, [workers])
+    killer = threading.Timer(CLOSE_GRACE_SECONDS, _kill, [_processes(iterator)])
     killer.daemon = True
     killer.start()
     try:
-        # torch reports every killed worker, also one that we kill here on purpose.
-        with contextlib.suppress(RuntimeError):
-            shut_down()
+        _shut_down(iterator)
     finally:
         killer.cancel()
+
+
+def _shut_down(iterator: Any) -> None:
+    workers = _processes(iterator)
+    try:
+        # torch reports every killed worker, also one that we kill here on purpose.
+        with contextlib.suppress(RuntimeError):
+            iterator._shutdown_workers()
+    finally:
         _kill(workers)
     for worker in workers:
         worker.join()
