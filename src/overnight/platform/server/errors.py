@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from overnight.core import errors as e
@@ -94,7 +93,7 @@ def install(app: FastAPI) -> None:
         return envelope(error)
 
     async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, (RequestValidationError, ValidationError))
+        assert isinstance(error, RequestValidationError)
         return envelope(validation_error(list(error.errors())))
 
     async def http(request: Request, error: Exception) -> Response:
@@ -108,5 +107,4 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(e.OvernightError, known)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(ValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

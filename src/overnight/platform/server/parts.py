@@ -11,10 +11,12 @@ from overnight.core.ids import new_id
 from overnight.core.settings import Settings
 from overnight.platform.code import CodeStore
 from overnight.platform.engines.local import LocalEngine
+from overnight.platform.health.ward import Health
 from overnight.platform.scheduler.loop import SchedulerLoop
 from overnight.platform.server.body import Bodies
 from overnight.platform.server.outbox_child import OutboxChild
 from overnight.platform.server.services import Services
+from overnight.platform.server.submit import Submissions
 from overnight.platform.server.wake import Hub
 from overnight.platform.sweeps import SweepService
 from overnight.store.engine import Store
@@ -29,23 +31,27 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
     hub = Hub(asyncio.get_running_loop())
     unsubscribe = store.subscribe(hub.publish)
     scheduler = SchedulerLoop(store, lambda node_id: hub.notify(f"node:{node_id}"), clock, settings)
-    sweeps = SweepService(store, clock, settings)
+    code = CodeStore(settings.paths)
+    submissions = Submissions(store, clock, new_id, code, scheduler)
+    sweeps = SweepService(store, settings, clock, submissions.many)
     services = Services(
         settings=settings,
         store=store,
         clock=clock,
         ids=new_id,
         hub=hub,
-        code=CodeStore(settings.paths),
+        code=code,
         bodies=Bodies(),
         engine=LocalEngine(settings, kills=scheduler.kills),
         scheduler=scheduler,
+        submissions=submissions,
+        health=Health(),
         sweeps=sweeps,
         started_at=clock.now(),
     )
     outbox = OutboxChild(settings)
     services.scheduling = _background(scheduler.run(), "scheduler")
-    await sweeps.start()
+    await sweeps.open()
     outbox.start()
     try:
         yield services

@@ -13,8 +13,10 @@ from overnight.core.ids import IdFactory
 from overnight.core.settings import Settings
 from overnight.platform.code import CodeStore
 from overnight.platform.engines.local import LocalEngine
+from overnight.platform.health.ward import Health
 from overnight.platform.scheduler.loop import SchedulerLoop
 from overnight.platform.server.body import Bodies
+from overnight.platform.server.submit import Submissions
 from overnight.platform.server.wake import Hub
 from overnight.platform.sweeps import SweepService
 from overnight.store.engine import Store
@@ -48,6 +50,8 @@ class Services:
     bodies: Bodies
     engine: LocalEngine
     scheduler: SchedulerLoop
+    submissions: Submissions
+    health: Health
     sweeps: SweepService
     started_at: datetime
     scheduling: "asyncio.Task[None] | None" = None

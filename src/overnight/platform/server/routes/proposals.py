@@ -6,7 +6,6 @@ from fastapi.responses import JSONResponse, Response
 from overnight.core.enums import Role
 from overnight.core.errors import OvernightError
 from overnight.core.models.api import Page, Proposal, ProposalBatchIn, ProposalIn
-from overnight.platform.server.submit import check, submit, submit_many
 from overnight.platform.server.web import Caller, House, answer, error_object, right, takes
 
 router = APIRouter(prefix="/proposals", tags=["proposals"], dependencies=[right(Role.AGENT)])
@@ -19,15 +18,14 @@ async def propose(request: Request, house: House, caller: Caller) -> Response:
     The same `key` with the same body gives the same answer, so that a retry cannot submit twice.
     """
     proposal = await house.bodies.read(request, ProposalIn)
-    check(house, proposal)
-    return answer(await submit(house, caller.name, proposal))
+    return answer(await house.submissions.one(caller.name, proposal))
 
 
 @router.post("/batch", response_model=Page, openapi_extra=takes(ProposalBatchIn))
 async def propose_many(request: Request, house: House, caller: Caller) -> Response:
     """Submits up to 1,000 proposals in one transaction. Each gets its own answer: a proposal, or `{"error": …}`."""
     batch = await house.bodies.read(request, ProposalBatchIn)
-    answers = await submit_many(house, caller.name, batch.items)
+    answers = await house.submissions.many(caller.name, batch.items)
     items = [
         error_object(item) if isinstance(item, OvernightError) else item.model_dump(mode="json") for item in answers
     ]
