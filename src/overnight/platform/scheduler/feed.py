@@ -31,6 +31,8 @@ from overnight.platform.scheduler.events import (
     Waiting,
 )
 from overnight.store import attempts, devices, trials
+from overnight.store.attempts import LiveAttempt
+from overnight.store.trials import SchedTrial
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -57,8 +59,8 @@ class Times:
 class Facts:
     """Rows behind the state, by id, for the words of causes and explanations."""
 
-    trials: dict[str, trials.SchedTrial] = field(default_factory=dict)
-    attempts: dict[str, attempts.LiveAttempt] = field(default_factory=dict)
+    trials: dict[str, SchedTrial] = field(default_factory=dict)
+    attempts: dict[str, LiveAttempt] = field(default_factory=dict)
     devices: dict[str, Device] = field(default_factory=dict)
 
     def trial_name(self, trial_id: str) -> str:
@@ -123,7 +125,7 @@ def trial_events(
             yield from _running_events(state, attempt_id, trial, times)
 
 
-def _started(attempt: attempts.LiveAttempt, trial: trials.SchedTrial | None, times: Times) -> TrialStarted:
+def _started(attempt: LiveAttempt, trial: SchedTrial | None, times: Times) -> TrialStarted:
     since = attempt.created_at
     if trial is not None and trial.last_commit_at is not None:
         since = max(since, trial.last_commit_at)
@@ -137,17 +139,17 @@ def _started(attempt: attempts.LiveAttempt, trial: trials.SchedTrial | None, tim
     )
 
 
-def priority_index(trial: trials.SchedTrial | None) -> int:
+def priority_index(trial: SchedTrial | None) -> int:
     """Place of the trial's class in CLASS_ORDER; 0, never a victim, if the trial is unknown."""
     return CLASS_ORDER.index(trial.priority) if trial is not None else 0
 
 
-def is_resumable(trial: trials.SchedTrial) -> bool:
+def is_resumable(trial: SchedTrial) -> bool:
     """Whether it can go on later where it stopped: it says how, the trainer tracks its state, or it has committed."""
     return trial.resume is not None or trial.tracked or trial.last_commit_at is not None
 
 
-def _running_events(state: State, attempt_id: str, trial: trials.SchedTrial, times: Times) -> Iterator[Event]:
+def _running_events(state: State, attempt_id: str, trial: SchedTrial, times: Times) -> Iterator[Event]:
     live = state.live.get(attempt_id)
     if live is None or live.is_resumable != is_resumable(trial):
         yield ResumableChanged(attempt_id, is_resumable(trial))
@@ -162,9 +164,7 @@ def _running_events(state: State, attempt_id: str, trial: trials.SchedTrial, tim
         yield TrialStopping(attempt_id)
 
 
-def _waiting(
-    conn: "Connection", trial: trials.SchedTrial, known: Waiting | None, facts: Facts, times: Times
-) -> Waiting:
+def _waiting(conn: "Connection", trial: SchedTrial, known: Waiting | None, facts: Facts, times: Times) -> Waiting:
     new = Waiting(
         trial.id,
         priority_index(trial),
@@ -182,7 +182,7 @@ def _waiting(
     return Waiting(new.trial_id, new.priority, new.rank, new.place, new.demand, new.avoid, not_before)
 
 
-def _avoid(conn: "Connection", trial: trials.SchedTrial, facts: Facts) -> frozenset[str]:
+def _avoid(conn: "Connection", trial: SchedTrial, facts: Facts) -> frozenset[str]:
     """Devices of its faulty attempts since the last progress. A CPU slot is no part of a machine that can break."""
     recent = [a for a in attempts.of_trial(conn, trial.id) if a.outcome in _FAULTS][-trial.retries_used :]
     found = {device_id for attempt in recent for device_id in attempt.devices}
