@@ -154,14 +154,18 @@ class Policy:
         if isinstance(every, bool) or (self._updates is not None and self._updates < 1):
             raise BadInputError(f"every={every!r} is no interval", hint=_EVERY_HINT)
         self._saved_at = monotonic()
+        self._is_asked = False
 
     def due_by_count(self, step: int, *, epoch_end: bool) -> bool:
         """Whether updates or epochs call for a save; the same on all ranks."""
         return (self._updates is not None and step % self._updates == 0) or (self._epochs and epoch_end)
 
     def due_by_time(self) -> bool:
-        """Whether the clock calls for a save; rank 0 decides for all."""
-        return self._seconds is not None and self._monotonic() - self._saved_at >= self._seconds
+        """Whether the clock calls for a save; rank 0 decides for all. True once per save: an answer takes a round."""
+        if self._is_asked or self._seconds is None or self._monotonic() - self._saved_at < self._seconds:
+            return False
+        self._is_asked = True
+        return True
 
     def saved(self, cost_seconds: float) -> None:
         """Learns from a save: how much it held up the loop.
@@ -169,6 +173,7 @@ class Policy:
         ``"auto"`` takes Young's interval, sqrt(2 x cost x mean time between failures) (Young 1974, CACM 17(9)).
         """
         self._saved_at = self._monotonic()
+        self._is_asked = False
         if self._auto:
             low, high = AUTO_RANGE_SECONDS
             self._seconds = min(high, max(low, math.sqrt(2 * cost_seconds * self._mtbf_seconds)))

@@ -4,6 +4,7 @@ A sender thread batches what the loop says; a second thread holds a long-poll fo
 away, messages wait (bounded) and the loop goes on: nothing here raises into training.
 """
 
+import contextlib
 import http.client
 import json
 import math
@@ -79,6 +80,8 @@ class Link:
         self._urgent = False
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._poll = UnixConnection(str(path), timeout_seconds=POLL_SECONDS + 10)
+        self._is_away = False
         self.dropped = 0
 
     @property
@@ -127,7 +130,7 @@ class Link:
             self._state.notify_all()
 
     def flush(self, timeout_seconds: float = 5.0) -> bool:
-        """Waits until everything queued so far has been taken by the supervisor; False when it was not in time."""
+        """Waits until the supervisor has taken everything queued so far; False when it is away or too slow."""
         if self._path is None:
             return True
         deadline = time.monotonic() + timeout_seconds
@@ -136,20 +139,29 @@ class Link:
             self._state.notify_all()
             while self._messages or self._rows or self._push or self._sending:
                 remaining = deadline - time.monotonic()
-                if remaining <= 0 or self._closed or not self._threads:
+                if remaining <= 0 or self._is_away or self._closed or not self._threads:
                     return False
                 self._state.wait(remaining)
         return True
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
-        """Flushes and stops; the long-poll thread is a daemon and ends with the process."""
+        """Flushes and stops both threads; returns whether everything was delivered."""
         delivered = self.flush(timeout_seconds)
         with self._state:
             self._closed = True
             self._state.notify_all()
-        if self._threads:
-            self._threads[0].join(timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._threads:
+            while thread.is_alive() and time.monotonic() < deadline:
+                self._end_poll()  # again and again: the thread may be just about to connect
+                thread.join(0.05)
         return delivered
+
+    def _end_poll(self) -> None:
+        waiting = self._poll.sock
+        if waiting is not None:
+            with contextlib.suppress(OSError):
+                waiting.shutdown(socket.SHUT_RDWR)
 
     def _seal(self) -> None:
         """Turns gathered progress and metrics into one message, so that order is kept. Caller holds the lock."""
@@ -180,19 +192,22 @@ class Link:
             answer = self._request(connection, "POST", *message)
             with self._state:
                 self._sending = False
+                self._is_away = answer is None
                 if answer is not None:
                     self._messages.popleft()
                     self._trim()
                     pause_seconds = 0.05
                 elif self._closed:
-                    return
+                    break
                 else:
                     self._trim()
+                    self._state.notify_all()
                     self._state.wait_for(lambda: self._closed, pause_seconds)
                     pause_seconds = min(2.0, 2 * pause_seconds)
                 self._state.notify_all()
             if answer:
                 self._obey(answer.get("directive"))
+        connection.close()
 
     def _trim(self) -> None:
         while len(self._messages) > MAX_WAITING:
@@ -200,12 +215,11 @@ class Link:
             self.dropped += 1
 
     def _poll_loop(self) -> None:
-        connection = UnixConnection(str(self._path), timeout_seconds=POLL_SECONDS + 10)
         pause_seconds = 0.05
         while not self._closed:
             asked, version = time.monotonic(), self._directive.version
             route = f"/v1/directive?after={version}&wait={POLL_SECONDS:g}"
-            answer = self._request(connection, "GET", route, None)
+            answer = self._request(self._poll, "GET", route, None)
             if answer is None:
                 with self._state:
                     self._state.wait_for(lambda: self._closed, pause_seconds)
@@ -216,6 +230,7 @@ class Link:
                 if time.monotonic() - asked < 0.02 and self._directive.version == version:
                     with self._state:  # an answer that neither waited nor told us anything: do not spin
                         self._state.wait_for(lambda: self._closed, 0.5)
+        self._poll.close()
 
     def _request(
         self, connection: UnixConnection, method: str, route: str, body: dict[str, Any] | None

@@ -11,6 +11,9 @@ from overnight.core.errors import BadInputError
 from overnight.trainer.link import Link, wire_number
 from overnight.trainer.phases import Ledger
 
+MAX_KEY = 250
+"""Longest name of a metric, as MLflow has it."""
+
 SEND_SECONDS = 0.25
 """How often metrics and ledger leave the loop at most."""
 
@@ -38,6 +41,7 @@ class Metrics:
         """
         now = time.time()
         for key, value in values.items():
+            _require_key(key)
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise BadInputError(
@@ -54,6 +58,8 @@ class Metrics:
         Raises:
             BadInputError: A value is neither a number nor text.
         """
+        for key in values:
+            _require_key(key)
         numbers = {k: v if isinstance(v, str) else wire_number(number(k, v)) for k, v in values.items()}
         self.flush(step, "", everything=True)
         self._link.send("/v1/report", {"step": step, "values": numbers})
@@ -77,6 +83,11 @@ class Metrics:
             return False
         self._due_at[seconds] = now
         return True
+
+
+def _require_key(key: str) -> None:
+    if not 0 < len(key) <= MAX_KEY:
+        raise BadInputError(f"a metric's name has 1 to {MAX_KEY} characters, not {len(key)}: {key[:40]!r}")
 
 
 def number(key: str, value: Any) -> float:

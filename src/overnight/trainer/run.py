@@ -172,7 +172,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._ledger.switch("shutdown")
         try:
-            if error is None:
+            if error is None or _is_success(error):
                 self._finish()
             elif not isinstance(error, Left | SystemExit):
                 self._report_error(error)
@@ -180,7 +180,7 @@ class Run:
             self._report_error(late)
             raise
         finally:
-            self._close(clean=error is None or isinstance(error, Left))
+            self._close(clean=error is None or isinstance(error, Left) or _is_success(error))
 
     def _finish(self) -> None:
         """The end of a script that ran through: the last save is never skipped and its failure is the run's."""
@@ -503,7 +503,7 @@ class Run:
             rng.restore(restored.state(RNG))
         else:
             rng.rederive(self.seed, self._step, self.rank)
-        for name in self._saver.missing():
+        for name in self._saver.missing() if self.rank == 0 else []:
             complain(f"{name!r} is in {restored.manifest.name if restored else ''}, but this run does not track it")
         self._ready = True
 
@@ -581,3 +581,8 @@ class Run:
             where = f"; the same command goes on from there ({self._origin.place})" if saved else ""
             complain(f"left at step {self._step}{where}")
         raise kind(self._step, saved=saved, reason=reason)
+
+
+def _is_success(error: BaseException) -> bool:
+    """Whether the script left by ``sys.exit()`` or ``sys.exit(0)``, which is as good as running through."""
+    return isinstance(error, SystemExit) and not isinstance(error, Left) and error.code in (None, 0)

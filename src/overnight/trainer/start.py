@@ -64,12 +64,14 @@ def read_inputs(defaults: dict[str, Any], fresh: bool) -> Inputs:
     """
     environment = read_environment(os.environ)
     if environment.params is not None:
-        params, rest = resolve(defaults, from_json(environment.params)), sys.argv[1:]
+        parsed = parse_flags(sys.argv[1:], {})
+        params = resolve(defaults, from_json(environment.params))
     else:
         parsed = parse_flags(sys.argv[1:], defaults)
-        params, rest, fresh = resolve(defaults, parsed.values), parsed.rest, fresh or parsed.fresh
+        params = resolve(defaults, parsed.values)
+    fresh = (fresh or parsed.fresh) and environment.attempt is None  # a trial that is started again always goes on
     folder = Path.cwd() / ALONE_ROOT / script_name() / digest(dict(params))[:12]
-    return Inputs(environment.placed(folder), params, fresh, rest)
+    return Inputs(environment.placed(folder), params, fresh, parsed.rest)
 
 
 def pick_device(environment: Environment) -> torch.device:

@@ -79,7 +79,8 @@ class Saver:
 
     def _give_back(self, name: str, obj: Any, restored: Restored) -> None:
         if name not in restored.names:
-            complain(f"{name!r} is not in {restored.manifest.name}: it keeps the state that it has")
+            if self._author.rank == 0:
+                complain(f"{name!r} is not in {restored.manifest.name}: it keeps the state that it has")
             return
         try:
             plain = isinstance(obj, dict)
