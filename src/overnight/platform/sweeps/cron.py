@@ -8,7 +8,7 @@ comes twice runs once, the first time. Expressions with ``*`` hours simply follo
 """
 
 import re
-from datetime import datetime, timedelta, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -22,7 +22,8 @@ from overnight.core.models.spec import Schedule
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 _WEEKDAY = re.compile(r"(\*|\w+)(?:-(\w+))?(?:/(\d+))?")
-_LONGEST_GAP = 64
+_DOUBLED_MINUTES = 61
+_INSTANT = timedelta(microseconds=1)
 _NICKNAMES = {
     "@yearly": "0 0 1 1 *",
     "@monthly": "0 0 1 * *",
@@ -57,13 +58,17 @@ class CrontabTrigger(BaseTrigger):  # type: ignore[misc]
         ]
 
     def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime | None:
-        """The first moment after ``previous_fire_time``, or from ``now`` on."""
-        for _ in range(_LONGEST_GAP):
-            times = [part.get_next_fire_time(previous_fire_time, now) for part in self.parts]
+        """The first moment from ``now`` on and after ``previous_fire_time``."""
+        # In UTC, because adding to a zoned datetime moves the hands of its clock and loses which of two hours it is.
+        start = now.astimezone(UTC)
+        if previous_fire_time is not None:
+            start = max(start, previous_fire_time.astimezone(UTC) + _INSTANT)
+        for _ in range(_DOUBLED_MINUTES):
+            times = [part.get_next_fire_time(None, start) for part in self.parts]
             found: datetime | None = min((at for at in times if at is not None), default=None)
             if found is None or not (self.fixed_hour and found.fold):
                 return found
-            previous_fire_time, now = found, max(now, found + timedelta(microseconds=1))
+            start = found.astimezone(UTC) + _INSTANT
         return None
 
     def __getstate__(self) -> dict[str, Any]:
