@@ -182,7 +182,7 @@ def test_the_content_is_compared_in_a_worker_before_the_first_batch() -> None:
     dataset = Dataset(12)
     source = DataLoader(dataset, batch_size=2, num_workers=1)
     assert source.state_dict()["fingerprint"] is None
-    batches = iter(source)
+    batches: Any = iter(source)
     next(batches), next(batches)
     state = source.state_dict()
     assert dataset.num_reads == 0, "the data set was read in the process that forks"

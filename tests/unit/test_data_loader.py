@@ -51,7 +51,7 @@ def flat(batches: Any) -> list[int]:
 @pytest.mark.parametrize("length", [0, 1, 3, 10])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_alone_it_gives_what_torch_gives(length: int, drop_last: bool) -> None:
-    data = list(range(length))
+    data: Any = list(range(length))
     if drop_last and 0 < length < 3:
         return
     expected = list(torch.utils.data.DataLoader(data, batch_size=3, drop_last=drop_last))
@@ -89,7 +89,7 @@ def test_an_epoch_that_would_always_be_empty_is_refused() -> None:
     ],
 )
 def test_every_kind_of_item_is_collated_as_torch_does(make: Any) -> None:
-    data = [make(i) for i in range(5)]
+    data: Any = [make(i) for i in range(5)]
     for ours, theirs in zip(
         DataLoader(data, batch_size=2), torch.utils.data.DataLoader(data, batch_size=2), strict=True
     ):
@@ -174,7 +174,7 @@ def test_padding_is_marked() -> None:
         assert (loader.updates_per_epoch, loader.samples_per_epoch) == (2, 10)
         for batch in loader.micro_batches(0, 0):
             assert len(batch.data) == 2
-            assert torch.equal(loader.sample_weight, batch.weights)
+            assert batch.weights is loader.sample_weight
             seen += batch.data[loader.sample_weight > 0].tolist()
     assert sorted(seen) == list(range(10))
 
@@ -190,7 +190,7 @@ def test_augmentation_belongs_to_the_sample_not_to_the_reader() -> None:
     alone = bound(Noisy(48), batch_size=5, shuffle=True, seed=4)
     expected = noise_by_index(list(alone))
     assert len(expected) == 48
-    found = {}
+    found: dict[int, list[float]] = {}
     for rank in range(3):
         loader = bound(Noisy(48), rank, 3, global_batch_size=12, micro_batch_size=2, shuffle=True, seed=4)
         found |= noise_by_index([batch.data for batch in loader.micro_batches(0, 0)])
@@ -238,7 +238,7 @@ def test_the_process_generators_are_left_alone(options: dict[str, Any]) -> None:
 def test_an_error_names_the_sample() -> None:
     class Broken(Noisy):
         def __getitem__(self, index: int) -> Any:
-            return {}["missing"] if index == 3 else index
+            return {"other": 1}["missing" if index == 3 else "other"]
 
     with pytest.raises(KeyError) as caught:
         list(DataLoader(Broken(6), batch_size=2))

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 
 from overnight.trainer.data.permutation import SMALL_LENGTH, Permutation
 from overnight.trainer.rng import derive, splitmix64

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -129,8 +129,9 @@ def test_set_epoch_is_called() -> None:
 
 
 def test_samplers_that_cannot_be_continued_are_refused() -> None:
+    dataset: Any = range(8)
     with pytest.raises(BadInputError, match="DistributedSampler splits") as caught:
-        SamplerOrder(DistributedSampler(range(8), num_replicas=2, rank=0), 8, seed=0)
+        SamplerOrder(DistributedSampler(dataset, num_replicas=2, rank=0), 8, seed=0)
     assert "shuffle=True" in caught.value.hint
     with pytest.raises(BadInputError, match="exhausted after one epoch"):
         SamplerOrder(iter([1, 2]), 8, seed=0)
