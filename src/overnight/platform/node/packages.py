@@ -15,18 +15,28 @@ _SOURCES = (".py", ".so", ".pyc")
 Signature = dict[str, int]
 
 
-def signature() -> Signature:
-    """Modification times (ns) of everything that an install, upgrade or removal of a package touches."""
+def own_files() -> tuple[str, ...]:
+    """Source files of the loaded parts of overnight: an upgrade of ours counts too."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "overnight"]
+    return tuple(str(file) for module in modules if (file := getattr(module, "__file__", None)))
+
+
+def signature(files: Iterable[str]) -> Signature:
+    """Modification times (ns) of everything that an install, upgrade or removal of a package touches.
+
+    Args:
+        files: Further files; :func:`own_files`, found once: walking ``sys.modules`` touches the memory of every module,
+            which a forked process pays for with a page fault each.
+    """
     found: Signature = {}
     for folder in dict.fromkeys(path for path in sys.path if path):
         with contextlib.suppress(OSError):
             found[folder] = os.stat(folder).st_mtime_ns  # noqa: PTH116 - at each launch, hundreds of entries
             if os.path.basename(folder) in ("site-packages", "dist-packages"):  # noqa: PTH119
                 _add_metadata(folder, found)
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "overnight" and (file := getattr(module, "__file__", None)):
-            with contextlib.suppress(OSError):
-                found[file] = os.stat(file).st_mtime_ns  # noqa: PTH116
+    for file in files:
+        with contextlib.suppress(OSError):
+            found[file] = os.stat(file).st_mtime_ns  # noqa: PTH116
     return found
 
 

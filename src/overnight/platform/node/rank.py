@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from overnight.platform.node import reaper
+from overnight.platform.node import reaper, script
 
 CANNOT_EXECUTE = 126
 NOT_FOUND = 127
@@ -53,6 +53,8 @@ def fork_seat() -> Seat:
         reset_signals()
         descriptor = os.dup2(theirs.fileno(), 3)
         os.closerange(4, 1 << 20)
+        script.make_anew()
+        json.loads(json.dumps({"words": ["python", "train.py"], "env": {"PATH": "/usr/bin"}, "threads": 1}))
         order = _receive(descriptor)
         if order is not None:
             become(order)
@@ -98,8 +100,6 @@ def become(order: dict[str, Any]) -> NoReturn:
         _refuse(order, error)
     reaper.mark_process(order["attempt_id"])
     _set_environment(env)
-    from overnight.platform.node import script
-
     script.run(order)
 
 

@@ -30,7 +30,9 @@ def run(order: dict[str, Any]) -> NoReturn:
     """Runs ``order['kind']`` (``script`` or ``module``), then ends the process with Python's exit code."""
     sys.dont_write_bytecode = True
     sys.orig_argv = list(order["words"])
-    _make_anew(int(order["threads"]))
+    multiprocessing.process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
+    tempfile.tempdir = None
+    _set_threads(int(order["threads"]))
     start = _prepare_module if order["kind"] == "module" else _prepare_script
     try:
         main, code = start(order["target"], list(order["argv"]))
@@ -44,18 +46,23 @@ def run(order: dict[str, Any]) -> NoReturn:
     _end(status)
 
 
-def _make_anew(threads: int) -> None:
+def make_anew() -> None:
+    """Makes anew what a fork shares and must not. Done while waiting for an order, as it costs page faults."""
     multiprocessing.set_start_method(None, force=True)
     current = multiprocessing.current_process()
     current.authkey = os.urandom(32)
-    multiprocessing.process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
-    tempfile.tempdir = None
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(None)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()
+    _set_threads(1)
+
+
+def _set_threads(threads: int) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
         torch.set_num_threads(threads)
     if threads > 1:
         # The warm process loaded its BLAS with one thread, to stay single-threaded.

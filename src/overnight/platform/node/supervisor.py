@@ -9,9 +9,11 @@ Standard library only: runs in the user's interpreter too.
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -65,6 +67,42 @@ def main(handover: dict[str, Any], seat: Seat | None = None) -> NoReturn:
         with contextlib.suppress(BaseException):
             sys.stderr.flush()
         os._exit(status)
+
+
+_SAMPLE_ORDER: dict[str, Any] = {
+    "attempt_id": "rehearsal", "trial_id": "rehearsal", "trial_name": "rehearsal", "experiment": "rehearsal",
+    "number": 1, "generation": 1, "devices": [{"id": "d", "index": 0, "kind": "cpu"}], "world_size": 1, "ranks": [],
+    "run": {"kind": "script", "target": "train.py", "argv": []}, "args": "flags", "params": {"lr": 0.1, "m": {"n": 1}},
+    "python": None, "cwd": "/", "env": {"PATH": "/usr/bin"}, "checkpoints": "/", "objective": None, "resume": None,
+    "seed": 0, "mlflow_run_id": None, "mlflow_experiment": "rehearsal", "server_file": "/", "token_file": "/",
+    "threads": 1,
+}  # fmt: skip
+
+
+def rehearse(scratch: str) -> None:
+    """Goes through a start without ranks, in a folder of its own, and removes the traces.
+
+    A forked process pays for each page that it touches first; a spare does so while it waits, not when an order
+    comes. It is what brings the order's way to the first line of a script from about 15 to below 10 ms.
+    """
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=scratch) as name:
+        folder = Path(name)
+        order = {**_SAMPLE_ORDER, "trial_dir": name, "attempt_dir": name}
+        handover = {
+            "dir": name,
+            "socket": f"{name}/s",
+            "imports": "",
+            "heartbeat_seconds": 5.0,
+            "python": sys.executable,
+        }
+        write_json(folder / "order.json", order)
+        claim = launch_lock.stamp(folder)
+        lock = launch_lock.hold(folder, claim.token or "")
+        if lock is not None:
+            supervisor = Supervisor({**handover, "token": claim.token}, lock, None)
+            supervisor.start_ranks()
+            json.dumps(supervisor._rank_order(command.plan(order, sys.executable), 0, 0, "1"))
+            asyncio.run(supervisor._discard())
 
 
 class Supervisor:
@@ -157,6 +195,15 @@ class Supervisor:
         census = [[pid, identity.start] for pid in sorted(self._census) if (identity := Identity.of(pid))]
         pids = {"supervisor": Identity.mine().to_dict(), "ranks": ranks, "census": census, "boot": boot}
         write_json(self._folder / launch_lock.PIDS, pids)
+
+    async def _discard(self) -> None:
+        """Ends a rehearsal."""
+        for listening in (self._places.unix, self._places.tcp):
+            await self._server.listen(listening)
+        await self._server.close()
+        self._spool.append("started", 1, {})
+        self._spool.close()
+        os.close(self._lock)
 
     # -- life
 

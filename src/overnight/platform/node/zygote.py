@@ -37,9 +37,10 @@ def main(message: dict[str, Any]) -> NoReturn:
     """Serves the daemon at the other end of a socket until it is gone.
 
     Args:
-        message: ``fd``, a SEQPACKET socket of JSON messages. In: handovers (see :func:`supervisor.main`) with
-            ``kind``, ``folder`` (which the script puts on ``sys.path``). Out: ``{"ready": true, "pid", "modules",
-            "threads"}``, then for each handover ``{"token", "pid"}`` or ``{"token", "declined": why}``.
+        message: ``scratch``, a folder for short-lived files; ``fd``, a SEQPACKET socket of JSON messages. In:
+            handovers (see :func:`supervisor.main`) with ``kind``, ``folder`` (which the script puts on
+            ``sys.path``). Out: ``{"ready": true, "pid", "modules", "threads"}``, then for each handover ``{"token",
+            "pid"}`` or ``{"token", "declined": why}``.
     """
     channel = socket.socket(fileno=message["fd"])
     channel.set_inheritable(False)
@@ -49,7 +50,7 @@ def main(message: dict[str, Any]) -> NoReturn:
         _tell(channel, {"unfit": f"preloading started {threads - 1} further threads"})
         os._exit(1)
     _tidy()
-    zygote = Zygote(channel)
+    zygote = Zygote(channel, message["scratch"])
     zygote.prepare()
     _tell(channel, {"ready": True, "pid": os.getpid(), "modules": modules, "threads": threads})
     zygote.serve()
@@ -97,12 +98,14 @@ def _tell(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 class Zygote:
-    """The serving loop. ``channel`` leads to the daemon."""
+    """The serving loop. ``channel`` leads to the daemon; ``scratch`` is a folder for short-lived files."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, scratch: str) -> None:
         self._channel = channel
+        self._scratch = scratch
         self._spare: tuple[int, socket.socket] | None = None
-        self._signature = packages.signature()
+        self._files = packages.own_files()
+        self._signature = packages.signature(self._files)
         self._loaded = packages.loaded_names()
         self._wake, wake_up = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -113,6 +116,8 @@ class Zygote:
         """Makes sure that a spare waits."""
         if self._spare is None:
             self._spare = self._fork()
+            # Forking makes all of our memory copy-on-write: take the page faults of the next check now.
+            self._unfit_for({"folder": "/"})
 
     def serve(self) -> NoReturn:
         """Answers the daemon until it is gone."""
@@ -161,7 +166,7 @@ class Zygote:
         _tell(self._channel, {"token": order["token"], "declined": "a supervisor could not be forked"})
 
     def _unfit_for(self, order: dict[str, Any]) -> str | None:
-        if packages.signature() != self._signature:
+        if packages.signature(self._files) != self._signature:
             return "stale"
         name = packages.clash(order["folder"], self._loaded)
         return None if name is None else f"the script's folder has its own {name!r}"
@@ -186,6 +191,7 @@ class Zygote:
         descriptor = os.dup2(theirs.fileno(), 3)
         os.closerange(4, 1 << 20)
         seat = rank.fork_seat()
+        supervisor.rehearse(self._scratch)
         data = os.read(descriptor, _MESSAGE_BYTES)
         os.close(descriptor)
         if not data:

@@ -69,7 +69,7 @@ class Zygote:
         log = home.logs / f"zygote-{key.label}.log"
         with theirs, log.open("ab") as output:
             self.process = subprocess.Popen(
-                boot.command(key.python, "zygote", {"fd": theirs.fileno()}),
+                boot.command(key.python, "zygote", {"fd": theirs.fileno(), "scratch": str(home.socket_dir)}),
                 env=self._env(home),
                 cwd="/",
                 stdin=subprocess.DEVNULL,
