@@ -90,10 +90,13 @@ def active(conn: sa.Connection) -> list[str]:
 
 def pulse(conn: sa.Connection, sweep_id: str) -> tuple[Any, ...]:
     """Something cheap that differs whenever a sweep may have something to do."""
-    state = conn.scalar(sa.select(sweeps.c.state).where(sweeps.c.id == sweep_id))
+    sibling = sweeps.alias()
+    is_active = (sibling.c.parent_id == sweeps.c.parent_id) & (sibling.c.state == SweepState.ACTIVE.value)
+    siblings = sa.select(sa.func.count()).select_from(sibling).where(is_active).scalar_subquery()
+    state, num_siblings = conn.execute(sa.select(sweeps.c.state, siblings).where(sweeps.c.id == sweep_id)).one()
     columns = (trials.c.state, sa.func.count(), sa.func.min(trials.c.value), sa.func.max(trials.c.value))
     counts = conn.execute(sa.select(*columns).where(trials.c.sweep_id == sweep_id).group_by(trials.c.state))
-    return (state, *sorted(tuple(row) for row in counts))
+    return (state, num_siblings, *sorted(tuple(row) for row in counts))
 
 
 def note(conn: sa.Connection, sweep_id: str, cause: str) -> None:

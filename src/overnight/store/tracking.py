@@ -95,6 +95,14 @@ class Tracker:
             self._lazy = MlflowClient(tracking_uri=self.uri)
         return self._lazy
 
+    def answers(self) -> bool:
+        """Whether MLflow answers a small question."""
+        try:
+            self._client.search_experiments(max_results=1)
+        except (MlflowException, OSError):
+            return False
+        return True
+
     @_translated
     def experiment(self, name: str) -> str:
         """The id of the experiment of that name; made, or taken back from the bin, if need be."""

@@ -24,6 +24,7 @@ from overnight.store.tracking import (
     MetricPoint,
     RunGoneError,
     Tracker,
+    TrackingAwayError,
     TrackingRefusedError,
     milliseconds,
 )
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 PAGE_ROWS = 500
 PATIENCE_SECONDS = 30.0
 """How long a step of a running trial waits for the commit that covers it."""
+
+FIRST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 60.0
 
 _STATUS = {
     TrialState.HELD: "SCHEDULED",
@@ -91,6 +95,7 @@ class Projector:
         self._told: dict[tuple[str, str], dict[int, float]] = {}
         self._told_for: dict[str, tuple[int, int]] = {}
         self._last_status: dict[str, tuple[str, int]] = {}
+        self._postponed: dict[str, tuple[float, float]] = {}
 
     def round(self) -> Round:
         """Goes once through everything that waits.
@@ -117,13 +122,30 @@ class Projector:
         done: list[int] = []
         try:
             for trial_id, own in by_trial.items():
-                batch = self._trial(known[trial_id], own) if trial_id in known else _Batch([row.seq for row in own])
+                batch = self._attended(known[trial_id], own)
                 done += batch.done
                 total.held += batch.held
                 total.dropped += batch.dropped
         finally:
             if done:
                 total.told += self._store.write(lambda conn: outbox.remove(conn, done))
+
+    def _attended(self, trial: TrialFacts, rows: Sequence[OutboxRow]) -> _Batch:
+        """One trial's rows; when MLflow fails on them and answers otherwise, they wait and the others go on."""
+        pause, until = self._postponed.get(trial.id, (0.0, 0.0))
+        if self._clock.monotonic() < until:
+            return _Batch(held=len(rows))
+        try:
+            batch = self._trial(trial, rows)
+        except TrackingAwayError as error:
+            if not self._tracker.answers():
+                raise
+            pause = min(max(FIRST_PAUSE_SECONDS, 2 * pause), MAX_PAUSE_SECONDS)
+            log.error("%s: MLflow fails, trying again in %g s: %s", trial.name, pause, error.message)
+            self._postponed[trial.id] = (pause, self._clock.monotonic() + pause)
+            return _Batch(held=len(rows))
+        self._postponed.pop(trial.id, None)
+        return batch
 
     def _trial(self, trial: TrialFacts, rows: Sequence[OutboxRow]) -> _Batch:
         batch = self._sort(trial, rows)
