@@ -17,6 +17,7 @@ from overnight.core.states import END_STATES, LIVE_STATES
 from overnight.store import events, ledger, lineages, models, transitions
 from overnight.store.directives import INITIAL, directive, set_directive
 from overnight.store.events import NewEvent
+from overnight.store.models import storable
 from overnight.store.writer import touch
 
 __all__ = ["directive", "set_directive"]
@@ -248,7 +249,7 @@ def _set_lease(
 
 
 def _row(conn: sa.Connection, attempt_id: str) -> sa.Row[Any]:
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == attempt_id)).one_or_none()
+    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(attempt_id))).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no attempt {attempt_id[:200]!r}")
     return row

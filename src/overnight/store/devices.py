@@ -93,7 +93,7 @@ def set_state(
         NotFoundError: No such device.
         ConflictError: It is in none of the ``expected`` states.
     """
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == device_id).with_for_update()).one_or_none()
+    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(device_id)).with_for_update()).one_or_none()
     if row is None:
         raise _no_device(device_id)
     before = DeviceState(row.state)
@@ -126,7 +126,7 @@ def get(conn: sa.Connection, device_id: str) -> Device:
     Raises:
         NotFoundError: There is none.
     """
-    found = _list(conn, _TABLE.c.id == device_id)
+    found = _list(conn, _TABLE.c.id == storable(device_id))
     if not found:
         raise _no_device(device_id)
     return found[0]

@@ -8,6 +8,7 @@ from overnight.core.enums import DirectiveAction
 from overnight.core.errors import NotFoundError
 from overnight.core.models.node import Directive
 from overnight.store import models
+from overnight.store.models import storable
 from overnight.store.writer import touch
 
 _TABLE = models.attempts
@@ -24,7 +25,9 @@ def set_directive(
     Raises:
         NotFoundError: No such attempt.
     """
-    before = _read(conn, sa.select(_TABLE.c.directive).where(_TABLE.c.id == attempt_id).with_for_update(), attempt_id)
+    before = _read(
+        conn, sa.select(_TABLE.c.directive).where(_TABLE.c.id == storable(attempt_id)).with_for_update(), attempt_id
+    )
     after = Directive(version=before.version + 1, action=action, grace_seconds=grace_seconds, reason=reason)
     if after.model_copy(update={"version": before.version}) == before:
         return before
@@ -40,7 +43,7 @@ def directive(conn: sa.Connection, attempt_id: str) -> Directive:
     Raises:
         NotFoundError: No such attempt.
     """
-    return _read(conn, sa.select(_TABLE.c.directive).where(_TABLE.c.id == attempt_id), attempt_id)
+    return _read(conn, sa.select(_TABLE.c.directive).where(_TABLE.c.id == storable(attempt_id)), attempt_id)
 
 
 def _read(conn: sa.Connection, query: sa.Select[Any], attempt_id: str) -> Directive:

@@ -14,6 +14,7 @@ from overnight.core.models.api import Experiment, TrialBrief
 from overnight.core.models.spec import Objective
 from overnight.store import events, models
 from overnight.store.events import NewEvent
+from overnight.store.models import storable
 from overnight.store.upserts import upsert
 from overnight.store.writer import touch
 
@@ -140,8 +141,9 @@ def get(conn: sa.Connection, ref: str) -> ExperimentRow:
     Raises:
         NotFoundError: There is none.
     """
-    query = sa.select(_TABLE).where((_TABLE.c.name == ref) | (_TABLE.c.id == ref)).limit(1)
-    row = conn.execute(query).one_or_none()
+    known = storable(ref)
+    query = sa.select(_TABLE).where((_TABLE.c.name == known) | (_TABLE.c.id == known))
+    row = conn.execute(query.limit(1)).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no experiment {ref[:200]!r}", hint="`overnight ls` shows what there is.")
     return _from_row(row)

@@ -79,7 +79,9 @@ def disconnect(conn: sa.Connection, *, node_id: str, cause: str, now: datetime, 
 
 
 def _row(conn: sa.Connection, ref: str) -> sa.Row[Any]:
-    row = conn.execute(sa.select(_TABLE).where((_TABLE.c.id == ref) | (_TABLE.c.name == ref)).limit(1)).one_or_none()
+    known = storable(ref)
+    query = sa.select(_TABLE).where((_TABLE.c.id == known) | (_TABLE.c.name == known))
+    row = conn.execute(query.limit(1)).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no node {ref[:200]!r}", hint="`overnight nodes` shows what there is.")
     return row

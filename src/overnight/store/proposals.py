@@ -198,7 +198,7 @@ def _attach_experiments(
 
 
 def _require_sweeps(conn: sa.Connection, drafts: Sequence[_Draft]) -> None:
-    asked = {draft.proposal.sweep_id for draft in drafts if draft.proposal.sweep_id is not None}
+    asked = {storable(draft.proposal.sweep_id) for draft in drafts if draft.proposal.sweep_id is not None}
     table = models.sweeps
     known: set[str] = set()
     for chunk in _chunks(sorted(asked)):
@@ -366,7 +366,7 @@ def get(conn: sa.Connection, proposal_id: str) -> Proposal:
     Raises:
         NotFoundError: There is none.
     """
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == proposal_id)).one_or_none()
+    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(proposal_id))).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no proposal {proposal_id[:200]!r}")
     return _stored(conn, row)

@@ -72,7 +72,7 @@ def _open(conn: sa.Connection, attempt_id: str) -> sa.Row[Any]:
     query = (
         sa.select(_ATTEMPTS, _TRIALS.c.attempts_made, _TRIALS.c.name, _TRIALS.c.config)
         .join(_TRIALS, _TRIALS.c.id == _ATTEMPTS.c.trial_id)
-        .where(_ATTEMPTS.c.id == attempt_id)
+        .where(_ATTEMPTS.c.id == storable(attempt_id))
         .with_for_update()
     )
     row = conn.execute(query).one_or_none()

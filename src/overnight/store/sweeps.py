@@ -16,6 +16,7 @@ from overnight.core.models.spec import SweepConfig, TrialConfig
 from overnight.store import events, experiments, models
 from overnight.store.events import NewEvent
 from overnight.store.idempotency import fingerprint, key_reused
+from overnight.store.models import storable
 from overnight.store.writer import touch
 
 _TABLE = models.sweeps
@@ -63,7 +64,7 @@ def add(
     canonical_json(sweep.sweep.fixed)
     body_hash = fingerprint(sweep)
     if sweep.key is not None:
-        where = (_TABLE.c.actor == actor) & (_TABLE.c.key == sweep.key)
+        where = (_TABLE.c.actor == storable(actor, 200)) & (_TABLE.c.key == sweep.key)
         before = conn.execute(sa.select(_TABLE).where(where)).one_or_none()
         if before is not None and before.body_hash != body_hash:
             raise key_reused(sweep.key)
@@ -76,7 +77,7 @@ def add(
         "id": sweep_id,
         "experiment_id": experiment.id,
         "parent_id": parent_id,
-        "actor": actor,
+        "actor": storable(actor, 200),
         "key": sweep.key,
         "body_hash": body_hash,
         "config": config.model_dump(mode="json"),
@@ -103,7 +104,7 @@ def get(conn: sa.Connection, sweep_id: str) -> Sweep:
 
 
 def _row(conn: sa.Connection, sweep_id: str) -> sa.Row[Any]:
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == sweep_id)).one_or_none()
+    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(sweep_id))).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no sweep {sweep_id[:200]!r}", hint="`overnight status` shows what there is.")
     return row
@@ -176,7 +177,7 @@ def set_state(
     Raises:
         NotFoundError: There is none.
     """
-    query = sa.select(_TABLE.c.state).where(_TABLE.c.id == sweep_id).with_for_update()
+    query = sa.select(_TABLE.c.state).where(_TABLE.c.id == storable(sweep_id)).with_for_update()
     found = conn.scalar(query)
     if found is None:
         raise NotFoundError(f"there is no sweep {sweep_id[:200]!r}")

@@ -11,6 +11,7 @@ from overnight.core.errors import IllegalTransitionError, NotFoundError, StaleAt
 from overnight.core.states import END_STATES, LIVE_STATES, can_transition
 from overnight.store import directives, events, models, outbox
 from overnight.store.events import NewEvent
+from overnight.store.models import storable
 from overnight.store.writer import touch
 
 S = TrialState
@@ -88,7 +89,7 @@ def _consequences(row: sa.Row[Any], after: TrialState, now: datetime, seq: int) 
 
 
 def _lock(conn: sa.Connection, trial_id: str) -> sa.Row[Any]:
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == trial_id).with_for_update()).one_or_none()
+    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(trial_id)).with_for_update()).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no trial {trial_id[:200]!r}")
     return row
@@ -182,7 +183,7 @@ def preempt(
         actor=actor,
         cause=cause,
         now=now,
-        attempt_id=directives.current_attempt(conn, trial_id, attempt),
+        attempt_id=directives.current_attempt(conn, trial_id, row.attempts_made) if row.attempts_made else None,
     )
     _direct(conn, row, DirectiveAction.YIELD, reason, grace_seconds)
 

@@ -14,6 +14,7 @@ from overnight.core.models.api import Leaderboard, LeaderboardRow, Page, Trial
 from overnight.core.models.spec import Compute, Objective, Resume, TrialConfig
 from overnight.core.states import LIVE_STATES
 from overnight.store import attempts, checkpoints, experiments, models
+from overnight.store.models import storable
 from overnight.store.transitions import bump, cancel, hold, preempt, prune, rerun, transition, unhold
 from overnight.store.writer import touch
 
@@ -74,7 +75,9 @@ def row(conn: sa.Connection, ref: str) -> sa.Row[Any]:
     Raises:
         NotFoundError: There is none.
     """
-    found = conn.execute(sa.select(_TABLE).where((_TABLE.c.id == ref) | (_TABLE.c.name == ref)).limit(1)).one_or_none()
+    known = storable(ref)
+    query = sa.select(_TABLE).where((_TABLE.c.id == known) | (_TABLE.c.name == known))
+    found = conn.execute(query.limit(1)).one_or_none()
     if found is None:
         raise NotFoundError(f"there is no trial {ref[:200]!r}", hint="`overnight ls` shows what there is.")
     return found
@@ -115,7 +118,7 @@ def find(conn: sa.Connection, refs: Sequence[str]) -> list[Trial]:
     """
     found: dict[str, sa.Row[Any]] = {}
     for start in range(0, len(refs), _CHUNK):
-        chunk = refs[start : start + _CHUNK]
+        chunk = [storable(ref) for ref in refs[start : start + _CHUNK]]
         query = sa.select(_TABLE).where(_TABLE.c.id.in_(chunk) | _TABLE.c.name.in_(chunk))
         for line in conn.execute(query):
             found[line.id] = found[line.name] = line
@@ -136,7 +139,7 @@ def page(conn: sa.Connection, filters: TrialFilter, cursor: str | None = None, l
     if filters.experiment is not None:
         query = query.where(_TABLE.c.experiment_id == experiments.get(conn, filters.experiment).id)
     if filters.sweep is not None:
-        query = query.where(_TABLE.c.sweep_id == filters.sweep)
+        query = query.where(_TABLE.c.sweep_id == storable(filters.sweep))
     if filters.states is not None:
         query = query.where(_TABLE.c.state.in_([state.value for state in filters.states]))
     if cursor is not None:
@@ -317,7 +320,7 @@ def set_mlflow_run(conn: sa.Connection, trial_id: str, run_id: str) -> None:
 
 def set_progress(conn: sa.Connection, trial_id: str, step: int, phase: str | None = None) -> None:
     """The newest step heard of."""
-    _set(conn, trial_id, step=step, phase=None if phase is None else models.storable(phase, 64))
+    _set(conn, trial_id, step=step, phase=None if phase is None else storable(phase, 64))
 
 
 def set_value(conn: sa.Connection, trial_id: str, value: float | None) -> None:
