@@ -6,6 +6,7 @@ refused when it wants to publish. The fence names the checkpoint from which the 
 
 import json
 import os
+import secrets
 from dataclasses import dataclass
 
 from overnight.core.errors import FencedError
@@ -45,7 +46,7 @@ def claim(place: Place, token: Token, parent: CheckpointName | None, *, fresh: b
         "fresh": fresh,
     }
     path = place.fence_path(token)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     temporary.write_text(json.dumps(body))
     try:
         os.link(temporary, path)

@@ -6,6 +6,7 @@ whole checkpoint or has been damaged since.
 
 import os
 import re
+import secrets
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def sync_directory(path: Path) -> None:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes a whole, durable file or none: temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
