@@ -348,10 +348,13 @@ def test_samples_that_differ_each_time_are_not_called_changed() -> None:
             return self.num_reads
 
     state = bound(Unstable(8), batch_size=2).state_dict()
-    other = Unstable(8)
-    other.num_reads = 100
+    assert state["fingerprint"] == "unstable"
+    loader = bound(Unstable(8), batch_size=2)
     with pytest.warns(RuntimeWarning, match="pass fingerprint="):
-        bound(other, batch_size=2).load_state_dict(state)
+        loader.load_state_dict(state)
+    loader.load_state_dict(bound(Unstable(8), batch_size=2, fingerprint="v1").state_dict() | {"fingerprint": None})
+    with pytest.raises(DatasetChangedError, match="samples 8, now it is 9"):
+        bound(Unstable(9), batch_size=2).load_state_dict(state)
 
 
 def test_another_order_is_refused() -> None:

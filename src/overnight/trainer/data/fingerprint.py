@@ -2,8 +2,8 @@
 
 A position means nothing in other data: after a file was replaced or rows were re-sorted, "continue at sample 12,000"
 would silently repeat some samples and skip others. The length catches most changes; the content of the first, the
-middle and the last sample catches most of the rest. A data set whose samples cannot be compared (they differ from one
-reading to the next) says so by failing :func:`is_stable`; then only a fingerprint that the user supplies can help.
+middle and the last sample catches most of the rest. Samples that differ from one reading to the next (a clock, a
+generator of the data set's own) cannot be compared; then only a fingerprint that the user supplies can help.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,25 @@ from overnight.trainer.rng import isolated, seed_cpu
 _PROBE_SEED = 0x6F7665726E696768
 
 
+UNSTABLE = "unstable"
+"""The fingerprint of a data set whose samples differ each time they are read."""
+
+
 def content_hash(dataset: Any) -> str:
-    """Hash of the first, middle and last sample, 16 hexadecimal digits.
+    """Hash of the first, middle and last sample, 16 hexadecimal digits, or :data:`UNSTABLE`.
 
     Augmentation is made repeatable with a fixed seed; the process's generators are left as they were. A sample that
-    cannot be read counts by the type of its error: the training loop will meet the error itself.
+    cannot be read counts by the type of its error: the training loop will meet the error itself. Each sample is read
+    twice.
 
     Args:
         dataset: A map-style data set with a length.
     """
+    first = _hash_once(dataset)
+    return first if _hash_once(dataset) == first else UNSTABLE
+
+
+def _hash_once(dataset: Any) -> str:
     digest = xxhash.xxh3_64()
     num_samples = len(dataset)
     with isolated():
@@ -37,11 +47,6 @@ def content_hash(dataset: Any) -> str:
             except Exception as error:
                 _label(digest, "error", type(error).__name__)
     return digest.hexdigest()
-
-
-def is_stable(dataset: Any, expected: str) -> bool:
-    """Whether reading the samples again gives ``expected`` again."""
-    return content_hash(dataset) == expected
 
 
 def _label(digest: xxhash.xxh3_64, kind: str, text: str) -> None:

@@ -22,7 +22,7 @@ from overnight.core.errors import BadInputError, DataError, DatasetChangedError,
 from overnight.trainer.data.arguments import require_choice, require_map_style, require_one_order, require_sizes
 from overnight.trainer.data.augment import Fetched, SampleReader, Task, draws_nothing
 from overnight.trainer.data.binding import Binding
-from overnight.trainer.data.fingerprint import content_hash, is_stable
+from overnight.trainer.data.fingerprint import UNSTABLE, content_hash
 from overnight.trainer.data.position import Block, Geometry, Tail, divide, weights_of, world_sizes
 from overnight.trainer.data.sampling import Order, SamplerOrder, SequentialOrder, ShuffledOrder, WeightedOrder
 from overnight.trainer.data.state import LoaderState
@@ -491,9 +491,9 @@ class DataLoader:
     def _compare_content(self, content: str) -> None:
         self._fingerprint = content
         expected, self._expected_fingerprint = self._expected_fingerprint, None
-        if expected is None or content == expected:
+        if expected is None or (content == expected and content != UNSTABLE):
             return
-        if not content.startswith("user:") and self._options.num_workers == 0 and not is_stable(self.dataset, content):
+        if UNSTABLE in (content, expected):
             warnings.warn(
                 "samples differ each time they are read, so it cannot be told whether the data set changed since the "
                 "state was saved; pass fingerprint= to the loader",
