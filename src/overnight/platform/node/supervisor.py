@@ -137,7 +137,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._server = Server(self._on_request)
+        self._servers = ((Server(self._on_request), self._places.unix), (Server(self._on_mlflow), self._places.tcp))
         self._link = ServerLink(Path(order["server_file"]), Path(order["token_file"]))
         self._delivery = Delivery(
             self._spool, self._link, order["attempt_id"], self.generation, handover["heartbeat_seconds"],
@@ -198,9 +198,9 @@ class Supervisor:
 
     async def _discard(self) -> None:
         """Ends a rehearsal."""
-        for listening in (self._places.unix, self._places.tcp):
-            await self._server.listen(listening)
-        await self._server.close()
+        for server, listening in self._servers:
+            await server.listen(listening)
+            await server.close()
         self._spool.append("started", 1, {})
         self._spool.close()
         os.close(self._lock)
@@ -213,8 +213,8 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._kill_now, "killed")
-        for listening in (self._places.unix, self._places.tcp):
-            await self._server.listen(listening)
+        for server, listening in self._servers:
+            await server.listen(listening)
         self.spool("started", {"pids": {str(r): p for r, p in self._pids.items()}, "warm": self._warm}, urgent=True)
         self._oom_kills = evidence.oom_kills()
         self._tasks = [asyncio.create_task(work) for work in (self._deliver(), self._listen(), self._housekeep())]
@@ -326,10 +326,16 @@ class Supervisor:
     # -- what the ranks and the daemon say
 
     async def _on_request(self, request: Request) -> tuple[int, Any]:
-        if not self._mlflow.handles(request.path):
-            return await self._api.answer(request)
+        """The Unix socket, which only this user's processes reach."""
+        return self._answer_mlflow(request) if self._mlflow.handles(request.path) else await self._api.answer(request)
+
+    async def _on_mlflow(self, request: Request) -> tuple[int, Any]:
+        """The loopback port, which every process of the machine reaches: MLflow only, and with the token."""
         if request.headers.get("authorization", "") != f"Bearer {self._places.token}":
             raise HttpError(401, "this endpoint serves the trial's own processes", "UNAUTHENTICATED")
+        return self._answer_mlflow(request)
+
+    def _answer_mlflow(self, request: Request) -> tuple[int, Any]:
         body: dict[str, Any] = dict(request.query) if request.method == "GET" else request.json()
         return self._mlflow.answer(request.method, request.path, body)
 
@@ -440,7 +446,8 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         reaper.kill_descendants(self._on_exit)
-        await self._server.close()
+        for server, _ in self._servers:
+            await server.close()
         self._read_objective(self._tail.finish() if self._tail else [])
         report = self._exit_report()
         with contextlib.suppress(OSError):
