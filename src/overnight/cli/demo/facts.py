@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from overnight.trainer.data.record import Audit, audit
-
 from overnight.core.enums import DeviceState, Outcome, TrialState
 from overnight.core.errors import NotFoundError
 from overnight.core.models.api import Device, Event, Trial
+from overnight.trainer.data.record import Audit, audit
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def collect(
         trials_completed=len(completed),
         trials_failed=sum(trial.state is TrialState.FAILED for trial in trials),
         best=Best(winner.name, winner.params, winner.value) if winner and winner.value is not None else None,
-        device_faults=sum(e.kind == "device" and e.after == DeviceState.QUARANTINED for e in events),
+        device_faults=sum(e.kind == "device.state" and e.after == DeviceState.QUARANTINED for e in events),
         preemptions=sum(trial.preemptions for trial in trials),
         server_restarts=max(0, sum(e.kind == "server" and e.after == "started" for e in events) - 1),
         samples_expected=sum(a.expected for a in audits),

@@ -6,11 +6,13 @@ devices and the SIGKILL of the server.
 
 import asyncio
 import json
+import math
 import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +31,7 @@ T = TypeVar("T")
 
 LOOK_SECONDS = 0.15
 STEP_LIMIT_SECONDS = 120.0
+MAX_URGENT = 3
 
 SPACE = {
     "lr": Distribution(kind="log", low=3e-4, high=3e-2),
@@ -139,26 +142,42 @@ class Scenario:
         moved = trial.attempts_made > victim.attempts_made and trial.state is not TrialState.STARTING
         return trial if moved or trial.state in END_STATES else None
 
-    async def _urgent(self) -> Trial:
+    async def _urgent(self) -> list[Trial]:
+        """Submits an urgent trial while every device is busy; again if a device came free in that very moment."""
         self.story.begin("urgent")
-        await self._until("every device is busy", self._all_busy)
-        proposal = await self.client.propose(
-            ProposalIn(
-                config=self.config.model_copy(update={"priority": PriorityClass.URGENT}),
-                params={"epochs": max(2, self.epochs // 2), "lr": 0.004, "width": 16},
-                note="Somebody needs an answer now.",
+        urgent: list[Trial] = []
+        while len(urgent) < MAX_URGENT:
+            await self._until("every device is busy and will be for a while", self._all_busy)
+            proposal = await self.client.propose(
+                ProposalIn(
+                    config=self.config.model_copy(update={"priority": PriorityClass.URGENT}),
+                    params={"epochs": 3 + len(urgent), "lr": 0.004, "width": 16},
+                    note="Somebody needs an answer now.",
+                )
             )
-        )
-        urgent = proposal.trials[0]
-        self.story.note("urgent", f"{urgent.name} is urgent and every device is busy")
-        await self._until("the urgent trial runs", lambda: self._has_started(urgent))
-        yielded = [t.name for t in await self._trials(None) if t.preemptions]
-        self.story.done("urgent", f"{urgent.name} runs; {', '.join(yielded) or 'nobody'} yielded and waits its turn")
+            newest = proposal.trials[0]
+            urgent.append(newest)
+            self.story.note("urgent", f"{newest.name} is urgent and every device is busy")
+            await self._until("the urgent trial runs", partial(self._has_started, newest))
+            yielded = [t.name for t in await self._trials(None) if t.preemptions]
+            if yielded:
+                self.story.done("urgent", f"{newest.name} runs; {', '.join(yielded)} yielded and waits its turn")
+                break
         return urgent
 
     async def _all_busy(self) -> bool:
-        devices = (await self.client.status()).devices
-        return all(d.trial_id is not None for d in devices if d.state is DeviceState.HEALTHY)
+        """Whether each healthy device runs an exploratory trial that is not yet half done."""
+        status = await self.client.status()
+        healthy = {d.id for d in status.devices if d.state is DeviceState.HEALTHY}
+        whole = max((t.step for t in await self._trials(None) if t.state is TrialState.COMPLETED), default=math.inf)
+        busy = {
+            device
+            for trial in status.running
+            if trial.state is TrialState.RUNNING and trial.priority is PriorityClass.EXPLORATORY
+            if 0 < trial.step < whole / 2
+            for device in trial.devices
+        }
+        return bool(healthy) and healthy <= busy
 
     async def _has_started(self, trial: Trial) -> bool:
         return (await self.client.trial(trial.id)).state in {TrialState.RUNNING, *END_STATES}
@@ -181,19 +200,19 @@ class Scenario:
         status = await self.client.status()
         return status if status.pid != pid else None
 
-    async def _finish(self, sweep_id: str, urgent: Trial) -> list[Trial]:
+    async def _finish(self, sweep_id: str, urgent: Sequence[Trial]) -> list[Trial]:
         self.story.begin("finish")
 
         async def over() -> bool:
             sweep = await self.client.sweep(sweep_id)
-            trials = [*await self._trials(sweep_id), await self.client.trial(urgent.id)]
+            trials = [*await self._trials(sweep_id), *[await self.client.trial(t.id) for t in urgent]]
             ended = sum(t.state in END_STATES for t in trials)
             best = f", best so far {sweep.best.value:.4f}" if sweep.best and sweep.best.value is not None else ""
-            self.story.note("sweep", f"{ended} of {self.num_trials + 1} trials have ended{best}")
+            self.story.note("sweep", f"{ended} of {self.num_trials + len(urgent)} trials have ended{best}")
             return sweep.state is not SweepState.ACTIVE and ended == len(trials)
 
         await self._until("the sweep ends", over)
-        trials = [await self.client.trial(t.id) for t in [*await self._trials(sweep_id), urgent]]
+        trials = [await self.client.trial(t.id) for t in [*await self._trials(sweep_id), *urgent]]
         completed = sum(t.state is TrialState.COMPLETED for t in trials)
         self.story.done("sweep")
         self.story.done("finish", f"{completed} of {len(trials)} trials completed")
