@@ -11,9 +11,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
 
+from overnight import trainer
 from overnight.core.enums import DirectiveAction
-from overnight.core.errors import BadInputError
+from overnight.core.errors import BadInputError, FencedError, SaveFailedError
 from overnight.trainer.link import Link, wire_number
 from overnight.trainer.metrics import Metrics
 from overnight.trainer.phases import Ledger
@@ -58,6 +60,9 @@ class Supervisor:
 
         class Server(socketserver.ThreadingUnixStreamServer):
             daemon_threads = True
+
+            def handle_error(self, *args: object) -> None:
+                pass  # a client that hangs up is what some tests are about
 
             def get_request(self) -> Any:
                 request, _ = super().get_request()
@@ -178,3 +183,123 @@ def test_numbers_that_json_lacks_travel_as_text(supervisor: Supervisor) -> None:
 def test_what_is_no_metric_is_refused_at_once(values: dict[str, Any]) -> None:
     with pytest.raises(BadInputError):
         Metrics(Link(None, 0, 1), Ledger()).log(1, values)
+
+
+@pytest.fixture
+def supervised(supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    trial = tmp_path / "trial"
+    values = {
+        "OVERNIGHT_TRIAL_ID": "tri-1",
+        "OVERNIGHT_ATTEMPT": "3",
+        "OVERNIGHT_GENERATION": "2",
+        "OVERNIGHT_TRIAL_DIR": str(trial),
+        "OVERNIGHT_ATTEMPT_DIR": str(trial / "attempts" / "0003"),
+        "OVERNIGHT_CHECKPOINTS": str(trial / "checkpoints"),
+        "OVERNIGHT_PARAMS": '{"lr": 1, "opt": {"beta": 0.5}}',
+        "OVERNIGHT_SEED": "11",
+        "OVERNIGHT_SUPERVISOR": supervisor.path,
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "5", "--fresh"])
+    return supervisor
+
+
+def routes(supervisor: Supervisor) -> list[str]:
+    return [route for route, _ in supervisor.received]
+
+
+def test_a_supervised_run_from_hello_to_the_last_checkpoint(supervised: Supervisor) -> None:
+    with trainer.run(defaults={"lr": 0.1, "n": 4}, every=2) as run:
+        assert (run.params["lr"], run.params["opt.beta"], run.params["n"], run.seed) == (1.0, 0.5, 4, 11)
+        assert run.argv == ["--lr", "5"]
+        run.track(model=torch.nn.Linear(2, 2))
+        for step in run.steps(4):
+            run.log(loss=torch.tensor(1.0 / step))
+            with run.phase("eval"):
+                run.report(acc=step / 10)
+    assert routes(supervised)[0] == "/v1/hello"
+    rows = [row for _, body in supervised.received for row in body.get("metrics", [])]
+    assert [(key, step, round(value, 4)) for key, step, value, _ in rows] == [
+        ("loss", 1, 1.0),
+        ("loss", 2, 0.5),
+        ("loss", 3, 0.3333),
+        ("loss", 4, 0.25),
+    ]
+    reports = [(body["step"], body["values"]) for route, body in supervised.received if route == "/v1/report"]
+    assert reports == [(step, {"acc": step / 10}) for step in range(1, 5)]
+    saved = [body for route, body in supervised.received if route == "/v1/checkpoint"]
+    assert [(body["step"], Path(body["uri"]).name) for body in saved] == [
+        (2, "step-2.attempt-3.2"),
+        (4, "step-4.attempt-3.2"),
+    ], "the final save has nothing new to write"
+    place = routes(supervised).index("/v1/checkpoint")
+    assert [body["step"] for route, body in supervised.received[:place] if route == "/v1/report"] == [1, 2]
+    seconds: dict[str, float] = {}
+    for _, body in supervised.received:
+        for name, amount in body.get("ledger", {}).get("seconds", {}).items():
+            seconds[name] = seconds.get(name, 0.0) + amount
+    assert {"launch", "restore", "compute", "checkpoint", "eval"} <= set(seconds)
+
+
+ENDS = [("yield", trainer.Yielded, True), ("stop", trainer.Stopped, False)]
+
+
+@pytest.mark.parametrize(("action", "kind", "saved"), ENDS)
+def test_directives_end_a_run_at_the_next_boundary(
+    supervised: Supervisor, action: str, kind: type[trainer.Left], saved: bool
+) -> None:
+    with pytest.raises(kind) as caught, trainer.run(every=None) as run:
+        run.track(keep=dict[str, Any]())
+        for step in run.steps(10_000):
+            if step == 5:
+                supervised.tell(action)
+                wait_until(lambda: run._link.directive.action == action)
+    assert (caught.value.step, caught.value.saved, caught.value.code) == (5, saved, 75)
+    leaving = [body for route, body in supervised.received if route == "/v1/leaving"]
+    assert leaving == [{"rank": 0, "why": action, "saved": saved, "step": 5}]
+    assert (Path(run.trial_dir) / "checkpoints" / "step-5.attempt-3.2").exists() == saved
+
+
+def test_a_checkpoint_directive_saves_once(supervised: Supervisor) -> None:
+    with trainer.run(every=None) as run:
+        run.track(keep=dict[str, Any]())
+        for step in run.steps(6):
+            if step == 2:
+                supervised.tell("checkpoint")
+                wait_until(lambda: run._link.directive.version == 1)
+            run.state["step"] = step
+    assert [body["step"] for route, body in supervised.received if route == "/v1/checkpoint"] == [2, 6]
+
+
+def test_a_yield_whose_save_fails_says_so(supervised: Supervisor, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(trainer.Yielded) as caught, trainer.run(every=None) as run:
+        run.track(keep=(keep := dict[str, Any]()))
+        for _ in run.steps(5):
+            keep["bad"] = lambda: 0
+            supervised.tell("yield")
+            wait_until(lambda: run._link.directive.action == "yield")
+    assert not caught.value.saved
+    assert "leaving without a save" in capsys.readouterr().err
+    assert [body["saved"] for route, body in supervised.received if route == "/v1/leaving"] == [False]
+
+
+def test_an_exception_is_told_and_a_failing_last_save_is_one(supervised: Supervisor) -> None:
+    """C2, C5: never done without a checkpoint."""
+    with pytest.raises(SaveFailedError, match=r"keep\.bad is a function"), trainer.run(every=None) as run:
+        run.track(keep=(keep := dict[str, Any]()))
+        list(run.steps(2))
+        keep["bad"] = lambda: 0
+    (error,) = [body for route, body in supervised.received if route == "/v1/error"]
+    assert error["type"] == "SaveFailedError" and error["step"] == 2 and "Traceback" in error["traceback"]
+    assert not (run._attempt_dir / "final.json").exists()
+    assert [p.name for p in (run.trial_dir / "checkpoints").iterdir()] == ["fence-3.2.json"]
+
+
+def test_a_trial_that_is_started_twice_is_refused(supervised: Supervisor) -> None:
+    with trainer.run(every=None):
+        pass
+    with pytest.raises(FencedError), trainer.run(every=None):
+        pass

@@ -4,7 +4,7 @@ A resumed script runs again from its top. Each loop finds its own state by its p
 it): a finished one yields nothing, the one that was under way continues, later ones are new.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +22,8 @@ class Loop:
         name: Its name, unique inside the loop around it.
         kind: ``batches``, ``steps`` or ``epochs``.
         number: How many loops this process had opened before it, from 1.
-        state: What survives: ``count`` of finished rounds, ``first_epoch`` of the loader, ``seconds``, ``done``, and
-        the
+        state: What survives: ``count`` of finished rounds, ``first_epoch`` of the loader, ``seconds``, ``done`` (left
+        early, for good), and the
             states of the loops ``inside`` the current round.
         opened: How often each name was opened inside the current round.
     """
@@ -46,13 +46,14 @@ class Loops:
 
     Args:
         saved: What :meth:`export` returned at the save, None at step 0.
+        saved_path: What :attr:`path` was then.
     """
 
-    def __init__(self, saved: State | None = None) -> None:
-        self._root = Loop("", "root", 0, {"count": 0, "inside": saved["inside"] if saved else {}})
+    def __init__(self, saved: State | None = None, saved_path: Sequence[str] = ()) -> None:
+        self._root = Loop("", "root", 0, {"count": 0, "inside": saved if saved else {}})
         self._open = [self._root]
         self._num_opened = 0
-        self._saved_path: list[str] = list(saved["path"]) if saved else []
+        self._saved_path = list(saved_path)
 
     @property
     def path(self) -> list[str]:
@@ -102,5 +103,6 @@ class Loops:
                 del self._open[self._open.index(loop) :]
 
     def export(self) -> State:
-        """JSON-able state of all loops."""
-        return {"inside": self._root.state["inside"], "path": self.path}
+        """JSON-able state of all loops by name."""
+        inside: State = self._root.state["inside"]
+        return inside

@@ -160,7 +160,8 @@ class Run:
         saved = self._origin.restored.state(RUN) if self._origin.restored is not None else None
         self._step: int = saved["step"] if saved else 0
         self._loader_states: dict[str, Any] = saved["loaders"] if saved else {}
-        self._loops = Loops(saved["loops"] if saved else None)
+        path = self._origin.restored.manifest.position["loops"] if self._origin.restored is not None else ()
+        self._loops = Loops(saved["loops"] if saved else None, path)
         self._first_step = self._step
 
     @property
@@ -372,7 +373,7 @@ class Run:
                 loop.state["first_epoch"] = loader.epoch
             last = None if epochs is None else loop.state["first_epoch"] + epochs
             self._declare(loader, last)
-            self._begin()
+            self._at_entry()
             try:
                 while last is None or loader.epoch < last:
                     if (yield from self._rest_of_epoch(loop, loader, seconds)):
@@ -380,7 +381,6 @@ class Run:
             except GeneratorExit:
                 self._declare(loader, None)
                 raise
-            loop.state["done"] = True
 
     def _declare(self, loader: DataLoader, epochs: int | None) -> None:
         """Tells the sample record what to expect; None when something else than the data ends the loop."""
@@ -406,6 +406,7 @@ class Run:
             over = seconds is not None and loop.state["seconds"] >= seconds
             ended = self._boundary(epoch_end=loader.epoch != epoch and not self._loops.inside("epochs"), over=over)
             if seconds is not None and ended == loop.number:
+                loop.state["done"] = True
                 return True
             since = time.monotonic()
         if loader.epoch == epoch:
@@ -416,21 +417,17 @@ class Run:
         """A loop of ``n`` updates without a loader; yields :attr:`step`. A boundary lies behind each."""
         self._settle()
         with self._loops.enter(name, "steps") as loop:
-            if loop.state["done"]:
-                return
-            self._begin()
-            while loop.state["count"] < n:
+            self._at_entry()
+            while loop.state["count"] < n and not loop.state["done"]:
                 yield from self._hand_out(Pending(loop), self._step + 1)
                 self._boundary()
-            loop.state["done"] = True
 
     def epochs(self, n: int, *, name: str = "epochs") -> Iterator[int]:
         """A loop around other loops; yields 0 to ``n - 1``. A boundary, and the end of an epoch, lies behind each."""
         self._settle()
         with self._loops.enter(name, "epochs") as loop:
             while loop.state["count"] < n and not loop.state["done"]:
-                if not self.resumed or self._loops.was_here:
-                    self._begin()
+                self._at_entry()
                 try:
                     yield loop.state["count"]
                 except GeneratorExit:
@@ -440,11 +437,11 @@ class Run:
                 self._settle()
                 loop.next_round()
                 self._boundary(epoch_end=True)
-            loop.state["done"] = True
 
     def _hand_out(self, pending: Pending, value: Any) -> Generator[Any, None, None]:
         """Gives one value to the loop's body. It counts when the body asks for more, or when the script goes on after a
         ``break``; not when an exception leaves the run."""
+        self._begin()
         self._pending = pending
         self._ledger.switch("recomputed" if self._step < self._reached.step else "compute")
         try:
@@ -492,8 +489,13 @@ class Run:
             loader.load_state_dict(self._loader_states[key])
         self._loaders[key] = loader
 
+    def _at_entry(self) -> None:
+        """Where a loop is entered: a resumed run is back at its place if these very loops were open at the save."""
+        if not self.resumed or self._loops.was_here:
+            self._begin()
+
     def _begin(self) -> None:
-        """Sets the random state, last of all: where the run was saved, or when its first loop begins."""
+        """Sets the random state, last of all: where the run was saved, at latest before its first round."""
         if self._ready:
             return
         restored = self._origin.restored
@@ -546,7 +548,8 @@ class Run:
         started = time.monotonic()
         with self._ledger.within("checkpoint"):
             internal = {RUN: self._own_state(), RNG: rng.capture()}
-            position = {key: {"epoch": one.epoch, "position": one.position} for key, one in self._loaders.items()}
+            places = {key: {"epoch": one.epoch, "position": one.position} for key, one in self._loaders.items()}
+            position = {"loops": self._loops.path, "loaders": places}
             self._record.flush()
             manifest = self._saver.commit(self._saver.stage(self._step, internal, position))
         self._policy.saved(time.monotonic() - started)

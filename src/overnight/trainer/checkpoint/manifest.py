@@ -48,7 +48,7 @@ class Manifest:
         versions: Of python, torch, numpy and overnight.
         threads: Compute threads of a rank; bits are promised for the same number only.
         seed: The trial's seed.
-        position: Where each loop was.
+        position: ``loops``, the names of the open ones, and ``loaders`` with their epoch and position.
         content: Hash of the whole state, to prove that nothing changed.
         files: By name.
     """

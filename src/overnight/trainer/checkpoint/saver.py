@@ -102,7 +102,7 @@ class Saver:
         Args:
             step: Updates done.
             internal: The run's own state; names begin with ``$``.
-            position: For people who read the manifest.
+            position: For the manifest; no part of the content.
 
         Raises:
             SaveFailedError: Something in a state cannot be saved. Nothing was written.

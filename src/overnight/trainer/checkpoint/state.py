@@ -37,7 +37,7 @@ class Snapshot:
         step: Updates done.
         objects: JSON by object name; tensors are references to keys.
         tensors: CPU tensors by key.
-        position: Where each loop is, for people who read the manifest.
+        position: For the manifest: which loops are open, and where each loader is.
     """
 
     step: int
