@@ -6,6 +6,7 @@ it is not part of the trial's history. The same rule holds for checkpoints in th
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -35,16 +36,28 @@ def record(
     conn: sa.Connection, trial_id: str, attempt: int, generation: int, fork_step: int | None, now: datetime
 ) -> None:
     """Stores a token; told again, it only learns a fork step that was not known before."""
+    _upsert(conn, trial_id, attempt, generation, fork_step=fork_step, started_at=now)
+
+
+def note_first_step(conn: sa.Connection, trial_id: str, attempt: int, generation: int, step: int) -> None:
+    """Stores the lowest step that a token has logged so far."""
+    _upsert(conn, trial_id, attempt, generation, first_step=step)
+
+
+def _upsert(conn: sa.Connection, trial_id: str, attempt: int, generation: int, **values: Any) -> None:
     statement = upsert(conn, _TABLE)
-    known = {"fork_step": sa.func.coalesce(_TABLE.c.fork_step, statement.excluded.fork_step)}
-    values = {
-        "trial_id": trial_id,
-        "attempt": attempt,
-        "generation": generation,
-        "fork_step": fork_step,
-        "started_at": now,
+    new, old = statement.excluded, _TABLE.c
+    lower = (old.first_step.is_(None)) | (new.first_step < old.first_step)
+    merged = {
+        "fork_step": sa.func.coalesce(old.fork_step, new.fork_step),
+        "first_step": sa.case((lower, new.first_step), else_=old.first_step),
+        "started_at": sa.func.coalesce(old.started_at, new.started_at),
     }
-    conn.execute(statement.on_conflict_do_update(index_elements=_TABLE.primary_key.columns, set_=known), values)
+    token = {"trial_id": trial_id, "attempt": attempt, "generation": generation}
+    empty: dict[str, Any] = {"fork_step": None, "first_step": None, "started_at": None}
+    changes = {name: merged[name] for name in values}
+    statement = statement.on_conflict_do_update(index_elements=_TABLE.primary_key.columns, set_=changes)
+    conn.execute(statement, token | empty | values)
 
 
 def tokens(conn: sa.Connection, trial_id: str) -> list[Token]:
@@ -53,29 +66,19 @@ def tokens(conn: sa.Connection, trial_id: str) -> list[Token]:
     A token that never said where it forked forks before the first step that it logged: a command that starts over
     replaces what it had logged before.
     """
-    query = sa.select(_TABLE.c.attempt, _TABLE.c.generation, _TABLE.c.fork_step)
-    known = {
-        (row.attempt, row.generation): row.fork_step for row in conn.execute(query.where(_TABLE.c.trial_id == trial_id))
-    }
-    if len(known) != 1 or None in known.values():
-        for row in conn.execute(_first_steps(trial_id)):
-            token = (row.attempt, row.generation)
-            if known.get(token) is None:
-                known[token] = row.first_step - 1
+    query = sa.select(_TABLE).where(_TABLE.c.trial_id == trial_id)
+    rows = conn.execute(query.order_by(_TABLE.c.attempt.desc(), _TABLE.c.generation.desc())).all()
     found: list[Token] = []
     until: int | None = None
-    for attempt, generation in sorted(known, reverse=True):
-        fork = known[attempt, generation]
-        found.append(Token(attempt, generation, fork, until))
+    for place, row in enumerate(rows, start=1):
+        is_first = place == len(rows)
+        fork = row.fork_step
+        if fork is None and row.first_step is not None and not is_first:
+            fork = row.first_step - 1
+        found.append(Token(row.attempt, row.generation, fork, until))
         if fork is not None:
             until = fork if until is None else min(until, fork)
     return found[::-1]
-
-
-def _first_steps(trial_id: str) -> sa.Select[tuple[int, int, int]]:
-    table = _METRICS
-    query = sa.select(table.c.attempt, table.c.generation, sa.func.min(table.c.step).label("first_step"))
-    return query.where(table.c.trial_id == trial_id).group_by(table.c.attempt, table.c.generation)
 
 
 def in_lineage(found: list[Token]) -> sa.ColumnElement[bool]:

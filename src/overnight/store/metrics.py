@@ -12,7 +12,7 @@ from overnight.core.errors import BadInputError
 from overnight.core.models.api import MetricPoint, Page
 from overnight.core.models.spec import Objective
 from overnight.store import models
-from overnight.store.lineages import Token, in_lineage, tokens
+from overnight.store.lineages import Token, in_lineage, note_first_step, tokens
 from overnight.store.models import storable
 from overnight.store.upserts import upsert
 from overnight.store.writer import touch
@@ -61,6 +61,7 @@ def append(conn: sa.Connection, trial_id: str, attempt: int, generation: int, ro
     )
     token = {"trial_id": trial_id, "attempt": attempt, "generation": generation}
     conn.execute(statement, [token | _values(*row) for row in rows])
+    note_first_step(conn, trial_id, attempt, generation, min(row[1] for row in rows))
     touch(conn, "metrics", f"trial:{trial_id}")
     return len(rows)
 

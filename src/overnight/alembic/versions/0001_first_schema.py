@@ -250,7 +250,8 @@ def upgrade() -> None:
             nullable=True,
             comment="Step of the checkpoint that it restored; 0 is from scratch.",
         ),
-        sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("first_step", sa.BigInteger(), nullable=True, comment="The lowest step that it logged."),
+        sa.Column("started_at", sa.DateTime(timezone=True), nullable=True),
         sa.ForeignKeyConstraint(["trial_id"], ["trials.id"], name=op.f("fk_generations_trial_id_trials")),
         sa.PrimaryKeyConstraint("trial_id", "attempt", "generation", name=op.f("pk_generations")),
     )
