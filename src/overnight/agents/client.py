@@ -36,6 +36,7 @@ from overnight.core.settings import Settings, build_settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 TIMEOUT_SECONDS = 15.0
 STREAM_SILENCE_SECONDS = 60.0
@@ -211,6 +212,7 @@ class Client(_Base):
             self._sleep(self._pause(patience, call, failure, unsent))
 
     def _drive(self, flow: Flow[T, Any]) -> Iterator[T]:
+        """What a flow emits, as it comes."""
         answer: Any = None
         while True:
             try:
@@ -223,9 +225,19 @@ class Client(_Base):
             else:
                 answer = self.send(step)
 
+    def _finish(self, flow: Flow[Any, R]) -> R:
+        """What a flow returns, whatever it emits."""
+        answer: Any = None
+        while True:
+            try:
+                step = flow.send(answer)
+            except StopIteration as done:
+                return cast(R, done.value)
+            answer = self.send(step) if isinstance(step, Call) else None
+
     def wait(self, trials: str | Iterable[str], timeout: float | None = None) -> tuple[Trial, ...]:
         """Waits until all the trials (names or ids) have ended; returns those that have when the time is up."""
-        return tuple(self.as_ended(trials, timeout))
+        return self._finish(flows.wait(trials, timeout=timeout, monotonic=self._monotonic))
 
     def as_ended(self, trials: str | Iterable[str], timeout: float | None = None) -> Iterator[Trial]:
         """Yields each of the trials when it ends."""
@@ -255,8 +267,7 @@ class Client(_Base):
 
     def upload_code(self, digest: str, read: Callable[[], bytes]) -> None:
         """Sends a code snapshot unless the server has it. ``read`` is called only when it is needed."""
-        for _ in self._drive(flows.upload_code(digest, read)):
-            pass
+        self._finish(flows.upload_code(digest, read))
 
     def events(self, after: int = 0, trial: str | None = None) -> Iterator[Event]:
         """Yields events as they are committed, for ever; goes on where it was after a lost connection."""
@@ -359,6 +370,7 @@ class AsyncClient(_Base):
             await self._sleep(self._pause(patience, call, failure, unsent))
 
     async def _drive(self, flow: Flow[T, Any]) -> AsyncIterator[T]:
+        """What a flow emits, as it comes."""
         answer: Any = None
         while True:
             try:
@@ -371,9 +383,19 @@ class AsyncClient(_Base):
             else:
                 answer = await self.send(step)
 
+    async def _finish(self, flow: Flow[Any, R]) -> R:
+        """What a flow returns, whatever it emits."""
+        answer: Any = None
+        while True:
+            try:
+                step = flow.send(answer)
+            except StopIteration as done:
+                return cast(R, done.value)
+            answer = await self.send(step) if isinstance(step, Call) else None
+
     async def wait(self, trials: str | Iterable[str], timeout: float | None = None) -> tuple[Trial, ...]:
         """Waits until all the trials (names or ids) have ended; returns those that have when the time is up."""
-        return tuple([trial async for trial in self.as_ended(trials, timeout)])
+        return await self._finish(flows.wait(trials, timeout=timeout, monotonic=self._monotonic))
 
     def as_ended(self, trials: str | Iterable[str], timeout: float | None = None) -> AsyncIterator[Trial]:
         """Yields each of the trials when it ends."""
@@ -403,8 +425,7 @@ class AsyncClient(_Base):
 
     async def upload_code(self, digest: str, read: Callable[[], bytes]) -> None:
         """Sends a code snapshot unless the server has it. ``read`` is called only when it is needed."""
-        async for _ in self._drive(flows.upload_code(digest, read)):
-            pass
+        await self._finish(flows.upload_code(digest, read))
 
     async def events(self, after: int = 0, trial: str | None = None) -> AsyncIterator[Event]:
         """Yields events as they are committed, for ever; goes on where it was after a lost connection."""

@@ -10,7 +10,7 @@ from overnight.core.canonical import canonical, loads_strict
 from overnight.core.enums import ArgsStyle
 from overnight.core.errors import InvalidParamsError
 
-_NUMBER = re.compile(r"-?(\d|\.\d).*")
+_NUMBER = re.compile(r"-(\d|\.\d|Infinity).*")
 _JSON_LIKE = re.compile(r"\s*([\[{\"]|-?\d|(true|false|null|NaN|-?Infinity)\s*$)")
 
 

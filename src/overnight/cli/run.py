@@ -28,7 +28,7 @@ TRIAL_VARIABLES = (
 def run(
     ctx: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A .py script.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[--NAME VALUE]", help="Passed to the script.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="--NAME VALUE", help="Passed to the script.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on.")] = False,
     procs: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks, as torchrun starts them.")] = 1,
     python: Annotated[str | None, typer.Option(metavar="PATH", help="Interpreter or virtual environment.")] = None,

@@ -41,8 +41,8 @@ def _print_schema(value: bool) -> None:
 )
 def submit(
     ctx: typer.Context,
-    target: Annotated[Path, typer.Argument(metavar="SCRIPT|SPEC", help="A .py script, or a .yaml or .toml spec.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[--NAME VALUE]", help="Params of the script.")] = None,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A .py script, or a .yaml or .toml spec.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="--NAME VALUE", help="Params of the script.")] = None,
     gpus: Gpus = None,
     priority: Priority = None,
     experiment: Experiment = None,

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from overnight.core.errors import InvalidSpecError
+from overnight.core.canonical import loads_strict
+from overnight.core.errors import InvalidParamsError, InvalidSpecError
 
 MAX_CHARACTERS = 1024 * 1024
 MAX_VALUES = 100_000
@@ -52,7 +53,7 @@ class Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Reads a file by its suffix: ``.toml``, or YAML for anything else (JSON is YAML).
+    """Reads a file by its suffix: ``.toml``, ``.json``, or YAML for anything else.
 
     Raises:
         InvalidSpecError: It does not parse or does not hold a mapping; the message gives ``file:line``.
@@ -61,6 +62,8 @@ def parse(text: str, name: str) -> Document:
         raise InvalidSpecError(f"{name} is larger than {MAX_CHARACTERS // 1024} KiB", hint="Put data in other files.")
     if name.lower().endswith(".toml"):
         return _parse_toml(text, name)
+    if name.lower().endswith(".json"):
+        return _parse_json(text, name)
     try:
         node = yaml.compose(text, Loader=_Loader)
         builder = _Builder(name)
@@ -85,6 +88,17 @@ def _yaml_hint(error: yaml.MarkedYAMLError) -> str:
     if "mapping values are not allowed" in problem:
         return "Put text that holds ': ' in quotes, and check the indentation."
     return ""
+
+
+def _parse_json(text: str, name: str) -> Document:
+    """YAML readers see escaped surrogate pairs as two characters, so JSON is read as JSON."""
+    try:
+        data = loads_strict(text)
+    except InvalidParamsError as error:
+        raise InvalidSpecError(f"{name}: {error.message}", hint=error.hint) from None
+    if not isinstance(data, dict):
+        raise InvalidSpecError(f"{name} holds no object", hint='Write {"experiment": "digits", ...}.')
+    return Document(data, name)
 
 
 def _parse_toml(text: str, name: str) -> Document:
