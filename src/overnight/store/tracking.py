@@ -8,7 +8,9 @@ time is one row in MLflow. All errors become two: :class:`TrackingAwayError` (tr
 import math
 import posixpath
 import re
+import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import wraps
 from itertools import islice
 from pathlib import Path
@@ -32,6 +34,7 @@ ITEMS_PER_CALL = 100
 _KEY_CHARACTERS = 250
 _PARAM_CHARACTERS = 6_000
 _TAG_CHARACTERS = 8_000
+_BUSY_SECONDS = 20.0
 _PERMANENT = frozenset(
     {"INVALID_PARAMETER_VALUE", "MALFORMED_REQUEST", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
 )
@@ -158,6 +161,22 @@ class Tracker:
     def told(self, run_id: str, key: str) -> dict[int, float]:
         """What the run's history of a metric holds: step to value."""
         return {m.step: m.value for m in self._client.get_metric_history(run_id, metric_key(key))}
+
+
+def prepare_database(path: Path) -> None:
+    """Makes an MLflow database of our own readable while it is written: people look at it all the time.
+
+    With the rollback journal that SQLite starts with, each reader holds up the writer, and each commit syncs twice as
+    often (measured: half the throughput). The mode stays in the file.
+
+    Raises:
+        TrackingAwayError: The file cannot be opened or stays locked.
+    """
+    try:
+        with closing(sqlite3.connect(path, timeout=_BUSY_SECONDS)) as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+    except sqlite3.Error as error:
+        raise TrackingAwayError(f"MLflow's database {path}: {error}") from error
 
 
 def metric_key(name: str) -> str:

@@ -88,11 +88,13 @@ def _serve(settings: Settings, stop: threading.Event) -> None:
     # Late, since mlflow reads the environment when it is imported.
     from overnight.platform.outbox.projector import Projector
     from overnight.store.engine import Store
-    from overnight.store.tracking import Tracker
+    from overnight.store.tracking import Tracker, prepare_database
 
     clock = SystemClock()
     uri = settings.effective_mlflow_uri
     artifacts = None if uri.startswith(("http:", "https:", "databricks")) else settings.home / "artifacts"
+    if settings.mlflow_uri is None:
+        prepare_database(settings.home / "mlflow.db")
     with Store.open(settings.effective_store_url, clock, migrate=False) as store:
         projector = Projector(store, Tracker(uri, artifacts), clock)
         pause = 0.0
