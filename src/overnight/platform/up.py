@@ -92,40 +92,36 @@ class _Up:
     def run(self) -> int:
         """Starts, watches, and takes down whatever happens."""
         try:
-            self._node = self._start_node()
-            self._server = self._adopt_server() or self._start_server()
+            self._start_node()
+            self._start_server()
             self._watch()
         except _ServerDiedError as died:
             raise died.error from None
         finally:
-            self._stop()
+            asked = max(1, self._signals.count)
+            take_down(self._settings, self._node, self._server, self._tell, lambda: self._signals.count > asked)
         return 0
 
-    def _start_node(self) -> Watched:
+    def _start_node(self) -> None:
         found = holder(self._home.node_lock)
         adopted = found is not None
-        if found is None:
-            node_client.spawn_daemon(self._settings)
-            found = holder(self._home.node_lock)
-        watched = Watched.open(found) if found else None
-        if watched is None:
+        self._node = Watched.open(found or node_client.spawn_daemon(self._settings))
+        if self._node is None:
             raise SetupError(
                 "the node daemon did not start", hint=f"Its last words are in {self._home.logs / 'node.log'}."
             )
-        pid = watched.identity.pid
+        pid = self._node.identity.pid
         self._tell(UpEvent("node", f"node daemon is pid {pid}", {"pid": pid, "adopted": adopted}))
-        return watched
 
-    def _adopt_server(self) -> Watched | None:
+    def _start_server(self) -> None:
         found = holder(self._home.server_lock)
-        watched = Watched.open(found) if found else None
-        if watched is not None:
-            self._ready(watched, adopted=True)
-        return watched
-
-    def _start_server(self) -> Watched:
+        self._server = Watched.open(found) if found else None
+        if self._server is not None:
+            self._ready(self._server, adopted=True)
+            return
         log = self._home.logs / "server.log"
         with log.open("ab") as output, Path(os.devnull).open("rb") as silence:
+            said_from = output.tell()
             pid = os.posix_spawn(
                 sys.executable,
                 [sys.executable, "-m", "overnight.platform.server", "--home", str(self._home.root)],
@@ -137,16 +133,14 @@ class _Up:
                 ],
                 setsid=True,
             )
-            said_from = output.tell()
-        watched = Watched(Identity(pid, start_time(pid) or 0, boot_id()), os.pidfd_open(pid))
-        self._ready(watched, adopted=False, said_from=said_from)
-        return watched
+        self._server = Watched(Identity(pid, start_time(pid) or 0, boot_id()), os.pidfd_open(pid))
+        self._ready(self._server, adopted=False, said_from=said_from)
 
     def _ready(self, server: Watched, adopted: bool, said_from: int = 0) -> None:
         """Waits until the server listens.
 
         Raises:
-            OvernightError: It ended, with its own words; or it takes too long.
+            _ServerDiedError: It ended, with its own words; or it takes too long.
         """
         deadline = time.monotonic() + READY_SECONDS
         while True:
@@ -155,55 +149,88 @@ class _Up:
                 break
             if server.wait(0):
                 raise _ServerDiedError(server.reap(), *_last_words(self._home.logs / "server.log", said_from))
-            if self._signals.count or remaining(deadline) == 0:
-                break
+            if self._signals.asked():
+                return
+            if remaining(deadline) == 0:
+                server.end(1.0)
+                log = self._home.logs / "server.log"
+                raise _ServerDiedError(None, f"the server does not listen after {READY_SECONDS:g} s", f"See {log}.")
             self._signals.sleep(0.02, [server])
-        url = announced.facts.get("url", "") if announced else ""
+        url = announced.facts.get("url", "")
         self._lock.update(url=url)
         verb = "goes on" if adopted else "listens"
         facts = {"pid": server.identity.pid, "url": url, "adopted": adopted}
         self._tell(UpEvent("server", f"server {verb} at {url}", facts))
 
     def _watch(self) -> None:
-        pause, began = 0.0, time.monotonic()
+        node, server = _Pace(), _Pace()
         while not self._signals.asked():
-            assert self._node is not None and self._server is not None
-            self._signals.sleep(3600.0, [self._node, self._server])
+            alive = [process for process in (self._node, self._server) if process is not None]
+            self._signals.sleep(min(node.seconds, server.seconds), alive)
             if self._signals.asked():
                 return
-            if not self._node.alive:
-                self._node.close()
-                self._tell(UpEvent("restart", "the node daemon died; starting it again"))
-                self._node = self._start_node()
-            if self._server.wait(0):
-                pause = 0.0 if time.monotonic() - began > HEALTHY_SECONDS else pause
-                self._restart_server(pause)
-                pause = min(max(pause * 2, FIRST_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
-                began = time.monotonic()
+            if self._node is not None and self._node.wait(0):
+                self._mourn("the node daemon", self._node, node)
+                self._node = None
+            if self._server is not None and self._server.wait(0):
+                self._mourn("the server", self._server, server)
+                self._server = None
+            if self._node is None and node.due:
+                self._try(self._start_node, node)
+            if self._server is None and server.due:
+                self._try(self._start_server, server)
 
-    def _restart_server(self, pause: float) -> None:
-        assert self._server is not None
-        code = self._server.reap()
-        self._server.close()
-        later = f" in {pause:.1f} s" if pause else ""
-        self._tell(UpEvent("restart", f"the server ended ({_words(code)}); starting it again{later}", {"code": code}))
-        while not self._signals.asked():
-            self._signals.sleep(pause)
-            if self._signals.asked():
-                return
-            try:
-                self._server = self._adopt_server() or self._start_server()
-            except _ServerDiedError as died:
-                if died.code is not None and is_final(died.code):
+    def _mourn(self, what: str, process: Watched, pace: "_Pace") -> None:
+        code = process.reap()
+        process.close()
+        seconds = pace.died()
+        later = f" in {seconds:.1f} s" if seconds else ""
+        self._tell(UpEvent("restart", f"{what} ended ({_words(code)}); starting it again{later}", {"code": code}))
+
+    def _try(self, start: Callable[[], None], pace: "_Pace") -> None:
+        """Starts something again. What a restart would not cure ends `up`; anything else is tried later."""
+        try:
+            start()
+        except (_ServerDiedError, SetupError) as error:
+            if isinstance(error, _ServerDiedError):
+                if error.code is not None and is_final(error.code):
                     raise
-                pause = min(max(pause * 2, FIRST_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
-                self._tell(UpEvent("restart", f"{died.error.message}; trying again in {pause:.1f} s"))
-                continue
-            return
+                self._server = None
+            self._tell(UpEvent("restart", f"{error}; trying again in {pace.died():.1f} s"))
+        else:
+            pace.started()
 
-    def _stop(self) -> None:
-        asked = self._signals.count
-        take_down(self._settings, self._node, self._server, self._tell, lambda: self._signals.count > max(asked, 1))
+
+class _Pace:
+    """When to start something again that has died: at once, then later and later while it does not live."""
+
+    def __init__(self) -> None:
+        self._pause = 0.0
+        self._due_at: float | None = None
+        self.started()
+
+    def started(self) -> None:
+        """It runs."""
+        self._began = time.monotonic()
+        self._due_at = None
+
+    def died(self) -> float:
+        """It does not; returns the seconds until the next try."""
+        if time.monotonic() - self._began > HEALTHY_SECONDS:
+            self._pause = 0.0
+        self._due_at = time.monotonic() + self._pause
+        pause, self._pause = self._pause, min(max(self._pause * 2, FIRST_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+        return pause
+
+    @property
+    def seconds(self) -> float:
+        """Until it is due; long while it runs."""
+        return 3600.0 if self._due_at is None else remaining(self._due_at)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time."""
+        return self._due_at is not None and remaining(self._due_at) == 0
 
 
 class _ServerDiedError(Exception):
