@@ -19,6 +19,13 @@ from overnight.store.upserts import upsert
 from overnight.store.writer import touch
 
 _TABLE = models.experiments
+_LOCK = sa.select(_TABLE).where(_TABLE.c.name == sa.bindparam("wanted")).with_for_update()
+_NUMBER = (
+    sa.update(_TABLE)
+    .where(_TABLE.c.id == sa.bindparam("experiment"))
+    .values(trials_made=_TABLE.c.trials_made + sa.bindparam("num"))
+    .returning(_TABLE.c.trials_made)
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def other_objective(found: ExperimentRow, asked: Objective) -> ConflictError:
 
 def lock(conn: sa.Connection, name: str) -> ExperimentRow | None:
     """The experiment of that name, locked until the transaction ends; None if there is none."""
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.name == name).with_for_update()).one_or_none()
+    row = conn.execute(_LOCK, {"wanted": name}).one_or_none()
     return None if row is None else _from_row(row)
 
 
@@ -125,13 +132,7 @@ def _create(
 
 def number_trials(conn: sa.Connection, experiment_id: str, num: int) -> int:
     """Takes ``num`` trial numbers and returns the first."""
-    statement = (
-        sa.update(_TABLE)
-        .where(_TABLE.c.id == experiment_id)
-        .values(trials_made=_TABLE.c.trials_made + num)
-        .returning(_TABLE.c.trials_made)
-    )
-    last: int = conn.execute(statement).scalar_one()
+    last: int = conn.execute(_NUMBER, {"experiment": experiment_id, "num": num}).scalar_one()
     return last - num + 1
 
 

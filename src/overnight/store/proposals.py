@@ -27,9 +27,18 @@ _TABLE = models.proposals
 _TRIALS = models.trials
 _INSERT_PROPOSALS = sa.insert(_TABLE)
 _INSERT_TRIALS = sa.insert(_TRIALS)
-_GONE = (TrialState.FAILED.value, TrialState.CANCELLED.value)
-"""Trials in these states are no duplicates: proposing their configuration again is asking for another try."""
-
+# Built once: building them anew for each request costs a third of its time.
+_BY_KEY = sa.select(_TABLE).where(
+    _TABLE.c.actor == sa.bindparam("who"), _TABLE.c.key.in_(sa.bindparam("keys", expanding=True))
+)
+_SAME_WORK = (
+    sa.select(_TRIALS.c.id, _TRIALS.c.config_hash)
+    .where(_TRIALS.c.experiment_id == sa.bindparam("experiment"))
+    .where(_TRIALS.c.config_hash.in_(sa.bindparam("hashes", expanding=True)))
+    .where(_TRIALS.c.state.not_in((TrialState.FAILED.value, TrialState.CANCELLED.value)))
+    .order_by(_TRIALS.c.seq)
+)
+"""Trials that failed or were cancelled are no duplicates: proposing them again is asking for another try."""
 _CHUNK = 500
 
 _Hash = tuple[str, str]
@@ -169,8 +178,7 @@ def _answer_known_keys(conn: sa.Connection, actor: str, drafts: Sequence[_Draft]
     keyed = {draft.proposal.key: draft for draft in drafts if draft.proposal.key is not None}
     known: dict[str, sa.Row[Any]] = {}
     for chunk in _chunks(list(keyed)):
-        query = sa.select(_TABLE).where(_TABLE.c.actor == storable(actor, 200), _TABLE.c.key.in_(chunk))
-        known |= {row.key: row for row in conn.execute(query)}
+        known |= {row.key: row for row in conn.execute(_BY_KEY, {"who": storable(actor, 200), "keys": chunk})}
     for draft in drafts:
         row = known.get(draft.proposal.key or "")
         if row is not None and draft.proposal.key is not None:
@@ -251,13 +259,7 @@ def _find_existing(conn: sa.Connection, keys: Iterable[_Hash]) -> dict[_Hash, st
     result: dict[_Hash, str] = {}
     for experiment_id, hashes in by_experiment.items():
         for chunk in _chunks(hashes):
-            query = (
-                sa.select(_TRIALS.c.id, _TRIALS.c.config_hash)
-                .where(_TRIALS.c.experiment_id == experiment_id, _TRIALS.c.config_hash.in_(chunk))
-                .where(_TRIALS.c.state.not_in(_GONE))
-                .order_by(_TRIALS.c.seq)
-            )
-            for row in conn.execute(query):
+            for row in conn.execute(_SAME_WORK, {"experiment": experiment_id, "hashes": chunk}):
                 result.setdefault((experiment_id, row.config_hash), row.id)
     return result
 
