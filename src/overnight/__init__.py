@@ -4,6 +4,7 @@ Importing this package is free: it loads neither torch, mlflow nor sqlalchemy. `
 training script imports; ``overnight.Client`` and ``overnight.AsyncClient`` talk to a running server.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
@@ -15,7 +16,5 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in ("Client", "AsyncClient"):
-        from overnight.agents import client
-
-        return getattr(client, name)
+        return getattr(importlib.import_module("overnight.agents.client"), name)
     raise AttributeError(f"module 'overnight' has no attribute {name!r}")

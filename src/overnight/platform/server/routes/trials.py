@@ -153,5 +153,10 @@ _verb("bump", transitions.bump, "Moves a queued trial to the front of its class.
 
 
 def _dressed(conn: "Connection", house: Services, ref: str) -> Trial:
-    trial = trials.get(conn, ref)
-    return trial if trial.dir else trial.model_copy(update={"dir": str(house.settings.paths.trial_dir(trial.id))})
+    """The trial with the folders that it and its attempts have in this home."""
+    trial, home = trials.get(conn, ref), house.settings.paths
+    attempts = tuple(
+        attempt.model_copy(update={"dir": attempt.dir or str(home.attempt_dir(trial.id, attempt.number))})
+        for attempt in trial.attempts
+    )
+    return trial.model_copy(update={"dir": trial.dir or str(home.trial_dir(trial.id)), "attempts": attempts})
