@@ -108,7 +108,10 @@ def main() -> None:
         )
         epochs = run.params["epochs"]
         scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=run.params["lr"], total_steps=epochs * loader.updates_per_epoch
+            optimizer,
+            max_lr=run.params["lr"],
+            total_steps=epochs * loader.updates_per_epoch,
+            cycle_momentum=False,
         )
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 

@@ -401,9 +401,10 @@ class Run:
             yield from self._hand_out(Pending(loop, loader, batch, batch.last_of_update), batch.data)
             if not batch.last_of_update:
                 continue
-            now = time.monotonic()
-            loop.state["seconds"] += now - since
-            over = seconds is not None and loop.state["seconds"] >= seconds
+            over = False
+            if seconds is not None:
+                loop.state["seconds"] += time.monotonic() - since
+                over = loop.state["seconds"] >= seconds
             ended = self._boundary(epoch_end=loader.epoch != epoch and not self._loops.inside("epochs"), over=over)
             if seconds is not None and ended == loop.number:
                 loop.state["done"] = True

@@ -7,7 +7,6 @@ What is equal on all ranks (proved by hash) is stored once, each tensor by one r
 BatchNorm buffers under data parallelism, loaders) is stored by each rank under a key of its own.
 """
 
-import base64
 import contextlib
 import json
 import pickle
@@ -87,7 +86,7 @@ class Writer:
         except FencedError as error:
             self._abort(folder, error)
             raise
-        except (OSError, OvernightError, RuntimeError, ValueError, AssertionError) as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = self._failure(error, name)
             self._abort(folder, failure)
             raise failure from error
@@ -114,11 +113,8 @@ class Writer:
         state = {"objects": snapshot.objects, "private": sorted(private)}
         write_atomic(folder / f"state-{rank}.json", json.dumps(state).encode())
         mine = [folder / f"state-{rank}.json", *sorted(folder.glob(f"__{rank}_*.distcp"))]
-        body = {
-            "rank": rank,
-            "files": {path.name: vars(describe_file(path)) for path in mine},
-            "dcp": base64.b64encode(pickle.dumps(plan_and_results)).decode(),
-        }
+        write_atomic(folder / f"plan-{rank}.pickle", pickle.dumps(plan_and_results))
+        body = {"rank": rank, "files": {path.name: vars(describe_file(path)) for path in mine}}
         write_atomic(folder / f"rank-{rank}.json", json.dumps(body).encode())
 
     def _divide(self, folder: Path, digests: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -136,10 +132,11 @@ class Writer:
         author = self._author
         bodies = self._gather(folder, "rank")
         files = {file: FileEntry(**entry) for body in bodies for file, entry in body["files"].items()}
-        write_metadata(folder, [pickle.loads(base64.b64decode(body["dcp"])) for body in bodies])
+        plans = [folder / f"plan-{rank}.pickle" for rank in range(author.world_size)]
+        write_metadata(folder, [pickle.loads(path.read_bytes()) for path in plans])
         for path in (folder / METADATA, *(folder / f"rank-{r}.json" for r in range(author.world_size))):
             files[path.name] = describe_file(path)
-        for path in folder.glob("digests-*.json"):
+        for path in (*plans, *folder.glob("digests-*.json")):  # they have served
             path.unlink()
         manifest = Manifest(
             step=snapshot.step,
