@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from typing import Any, cast
 
 from overnight.core.canonical import canonical, canonical_json
@@ -45,6 +46,10 @@ class Param:
     origin: Decimal = Decimal(0)
     step: Decimal = Decimal(1)
 
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {canonical_json(choice): index for index, choice in enumerate(self.choices)}
+
     def decode(self, internal: Internal) -> Any:
         """The canonical value of an index or number."""
         if self.size is None:
@@ -57,8 +62,7 @@ class Param:
     def encode(self, value: Any) -> Internal | None:
         """The index or number of a canonical value; None if the value is not in this param's range."""
         if self.choices:
-            text = canonical_json(value)
-            return next((i for i, c in enumerate(self.choices) if canonical_json(c) == text), None)
+            return self._index.get(canonical_json(value))
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         if self.size is None:
