@@ -37,7 +37,8 @@ def start(lab: Any, trial: str, number: int, **fields: Any) -> str:
 
 
 def log(lab: Any, trial: str, number: int) -> str:
-    return (lab.home.attempt_dir(trial, number) / "out.log").read_text(errors="replace")
+    path = lab.home.attempt_dir(trial, number) / "out.log"
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def weights(lab: Any, trial: str, number: int) -> dict[str, Any]:
