@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 
-from overnight.platform.scheduler.claim import Claim, claim, make_zones
+from overnight.platform.scheduler.claim import Claim, Zone, claim, make_zones
 from overnight.platform.scheduler.events import (
     Action,
     CheckpointCommitted,
@@ -89,6 +89,7 @@ class State:
         self.live: dict[str, Live] = {}
         self.bindings: dict[str, Binding] = {}
         self._preemptible: dict[int, set[str]] = {}
+        self._leaving: set[str] = set()
         self._bound: dict[str, set[str]] = {}
         self._expiries: list[tuple[float, str]] = []
         self._changed = False
@@ -195,6 +196,7 @@ class State:
         live = self.live.pop(event.attempt_id, None)
         if live is not None:
             self._preemptible.get(live.priority, set()).discard(live.attempt_id)
+            self._leaving.discard(live.attempt_id)
             self.fleet.release(live.device_ids, live.attempt_id)
 
     def _set_phase(self, attempt_id: str, phase: Phase) -> None:
@@ -203,6 +205,7 @@ class State:
 
     def _set_live(self, live: Live) -> None:
         self.live[live.attempt_id] = live
+        (self._leaving.discard if live.phase is Phase.RUNNING else self._leaving.add)(live.attempt_id)
         members = self._preemptible.setdefault(live.priority, set())
         if live.is_resumable and live.phase is Phase.RUNNING:
             members.add(live.attempt_id)
@@ -243,6 +246,14 @@ class State:
         """The attempt that has the device."""
         attempt_id = self.fleet.holders.get(device_id)
         return None if attempt_id is None else self.live.get(attempt_id)
+
+    def coming_free(self) -> Iterator[DeviceView]:
+        """Leasable devices whose attempt has ended or was told to leave."""
+        for attempt_id in self._leaving:
+            for device_id in self.live[attempt_id].device_ids:
+                device = self.fleet.devices.get(device_id)
+                if device is not None and device.is_leasable and self.fleet.holders.get(device_id) == attempt_id:
+                    yield device
 
     def has_victims(self, priority: int) -> bool:
         """Whether some attempt of a lower class could be pre-empted."""
@@ -355,7 +366,11 @@ class Decision:
         has_victims = self._state.has_victims(group.priority)
         if group.demand.min_devices == 1 and not has_victims and group.bound_trial_id is None:
             return None
-        merged = self._state.rules.span_nodes and group.demand.nodes is None and group.demand.per_node is None
+        is_one_zone = group.demand.nodes is None and group.demand.per_node is None
+        merged = is_one_zone and self._state.rules.span_nodes
+        if not has_victims and not self._state.bindings:
+            zones = self._zones_without_victims(fit, merged=merged, is_one_zone=is_one_zone)
+            return claim(group.demand, zones, {}, self._now, span_nodes=self._state.rules.span_nodes)
         zones = make_zones(
             (device for device in self._state.fleet.all_leasable() if self._is_open(device, fit)),
             self._state.holder,
@@ -363,3 +378,23 @@ class Decision:
             merged=merged,
         )
         return claim(group.demand, zones, self._state.live, self._now, span_nodes=self._state.rules.span_nodes)
+
+    def _zones_without_victims(self, fit: Fit, *, merged: bool, is_one_zone: bool) -> list[Zone]:
+        """What :func:`make_zones` gives when nobody can be pre-empted, from what is free or coming free alone."""
+        coming = [d for d in self._state.coming_free() if self._is_open(d, fit)]
+        free = [device for devices in self._free(fit).values() for device in devices]
+        zones = make_zones([*free, *coming], self._state.holder, lambda live: False, merged=merged)
+        totals = self._state.fleet.count_suitable(fit)
+        for device_id in self._taken:
+            device = self._state.fleet.devices[device_id]
+            if fit.suits(device):
+                totals[device.node_id] -= 1
+        if merged:
+            totals = {"": sum(totals.values())}
+        by_name = {zone.name: zone for zone in zones}
+        # A busy node matters only where the nodes are counted: where one is enough, it has nothing to hold.
+        names = by_name.keys() if is_one_zone else totals.keys()
+        for name in [name for name in names if totals.get(name)]:
+            zone = by_name.setdefault(name, Zone(name))
+            zone.num_busy = totals[name] - zone.num_devices
+        return [by_name[name] for name in sorted(by_name)]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from overnight.platform.scheduler.events import DeviceView
+from overnight.platform.scheduler.place import Fit
 
 ByNode = dict[str, dict[str, DeviceView]]
 
@@ -15,11 +16,13 @@ class Fleet:
         self.holders: dict[str, str] = {}
         self.leasable: ByNode = {}
         self.free: ByNode = {}
+        self._counts: dict[object, dict[str, int]] = {}
 
     def put(self, device: DeviceView) -> None:
         """Adds a device, or replaces what is known of it."""
         self.remove(device.id)
         self.devices[device.id] = device
+        self._counts.clear()
         if device.is_leasable:
             self.leasable.setdefault(device.node_id, {})[device.id] = device
             if device.id not in self.holders:
@@ -29,6 +32,7 @@ class Fleet:
         """Forgets a device. Who holds it stays known: it may come back while held."""
         device = self.devices.pop(device_id, None)
         if device is not None:
+            self._counts.clear()
             _discard(self.leasable, device)
             _discard(self.free, device)
 
@@ -52,6 +56,15 @@ class Fleet:
         """Every device whose state allows a lease, held or free."""
         for devices in self.leasable.values():
             yield from devices.values()
+
+    def count_suitable(self, fit: Fit) -> dict[str, int]:
+        """How many devices of each node suit, held or free. Counted again only when a device has changed."""
+        key = (fit.types, fit.avoid, fit.canary)
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = {node: sum(map(fit.suits, devices.values())) for node, devices in self.leasable.items()}
+            self._counts[key] = counts
+        return dict(counts)
 
 
 def _discard(by_node: ByNode, device: DeviceView) -> None:

@@ -49,7 +49,8 @@ KILL_MARGIN_SECONDS = 15.0
 BIND_MARGIN_SECONDS = 60.0
 """How much longer than the grace freed devices are kept for a pre-emptor."""
 MAX_RETRY_SECONDS = 5.0
-_RELEVANT = ("trials", "trial:", "attempts", "attempt:", "leases", "devices", "nodes")
+_RELEVANT = ("trials", "trial:", "attempts", "leases", "device:", "nodes")
+"""Beginnings of the topics to listen to. A lease touches ``devices`` too; only ``device:ID`` is about a state."""
 _OUT_OF_SERVICE = frozenset({DeviceState.QUARANTINED})
 _LOSABLE = frozenset({DeviceState.HEALTHY, DeviceState.SUSPECT, DeviceState.PROBATION, DeviceState.BUSY})
 
@@ -208,14 +209,14 @@ class SchedulerLoop:
         if self._must_resync:
             self._must_resync = False
             self._state, self._facts = State(self._rules), Facts()
-            topics = {"devices", "leases", "trials"}
+            topics = {"nodes", "leases", "trials"}
         if not topics:
             return
         trial_ids = {topic.removeprefix("trial:") for topic in topics if topic.startswith("trial:")}
         with self._store.read() as conn:
             # Read after the snapshot began: what it shows is not newer than these.
             times = Times(self._clock.now(), self._clock.monotonic())
-            if topics & {"devices", "nodes"}:
+            if "nodes" in topics or any(topic.startswith("device:") for topic in topics):
                 self._apply(device_events(conn, self._state, self._facts))
             if topics & {"leases", "attempts"}:
                 self._apply(lease_events(conn, self._state, self._facts, times))
