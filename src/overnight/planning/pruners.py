@@ -39,12 +39,22 @@ def decide(prune: Prune, mode: Mode, curves: Mapping[str, Curve], trial: str, st
         trial: Key of the trial in ``curves``.
         step: The step of its newest report.
     """
-    losses = {name: _losses(curve, mode) for name, curve in curves.items()}
-    if step < prune.min_step or step not in losses.get(trial, {}):
+    own = _losses(curves.get(trial, ()), mode)
+    rung = _rung(prune, step)
+    if step < prune.min_step or step not in own or (prune.kind == "asha" and _at_rung(own, rung) != step):
         return GO_ON
+    losses = {name: _losses(curve, mode) for name, curve in curves.items()}
     if prune.kind == "median":
         return _median(losses, trial, step, mode)
-    return _asha(prune, losses, trial, step, mode)
+    return _asha(prune, losses, own[step], rung, mode)
+
+
+def _rung(prune: Prune, step: int) -> int:
+    """The last rung up to a step: ``min_step`` times a power of ``reduction``."""
+    rung = prune.min_step
+    while rung * prune.reduction <= step:
+        rung *= prune.reduction
+    return rung
 
 
 def _losses(curve: Curve, mode: Mode) -> dict[int, float]:
@@ -54,18 +64,13 @@ def _losses(curve: Curve, mode: Mode) -> dict[int, float]:
     return dict(sorted(by_step.items()))
 
 
-def _asha(prune: Prune, losses: Mapping[str, dict[int, float]], trial: str, step: int, mode: Mode) -> Decision:
+def _asha(prune: Prune, losses: Mapping[str, dict[int, float]], own: float, rung: int, mode: Mode) -> Decision:
     """Asynchronous successive halving (Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2018,
     arXiv:1810.05934), in the form that stops instead of pausing: of those seen at a rung one in ``reduction`` goes on.
     """
-    rung = prune.min_step
-    while rung * prune.reduction <= step:
-        rung *= prune.reduction
-    if _at_rung(losses[trial], rung) != step:
-        return GO_ON
     seen = sorted(curve[at] for curve in losses.values() if (at := _at_rung(curve, rung)) is not None)
     kept = max(1, len(seen) // prune.reduction)
-    own, cutoff = losses[trial][step], seen[kept - 1]
+    cutoff = seen[kept - 1]
     if own <= cutoff:
         return GO_ON
     return Decision(

@@ -3,6 +3,7 @@
 A decision that a crash swallows is not taken again: the trial goes on to the next rung, which costs time and no truth.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,7 @@ class Pruning:
             attempt_id: Who reported.
             reports: ``{"step", "values": {name: number or text}}``, in their order.
         """
-        found = self._search_of(attempt_id)
+        found = await asyncio.to_thread(self._search_of, attempt_id)
         if found is None:
             return
         trial_id, search = found

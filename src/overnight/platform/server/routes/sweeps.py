@@ -33,6 +33,6 @@ async def show(sweep_id: str, house: House) -> Response:
 
 @router.post("/{sweep_id}/stop", response_model=Sweep, openapi_extra=takes(Reason), dependencies=[right(Role.AGENT)])
 async def stop(sweep_id: str, request: Request, house: House, caller: Caller) -> Response:
-    """Ends a sweep: nothing new is proposed. Its trials go on unless they are cancelled."""
+    """Ends a sweep: nothing new is proposed, what is queued is cancelled, what runs is stopped."""
     reason = (await house.bodies.read(request, Reason)).reason
     return answer(await house.sweeps.stop(sweep_id, actor=caller.name, reason=reason))
