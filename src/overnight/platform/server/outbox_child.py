@@ -17,7 +17,8 @@ MAX_PAUSE_SECONDS = 30.0
 HEALTHY_SECONDS = 60.0
 """A child that lived this long starts again at once."""
 
-STOP_SECONDS = 2.0
+STOP_SECONDS = 0.3
+"""It may be killed at any moment, and while it imports mlflow it does not listen."""
 
 
 class OutboxChild:

@@ -56,9 +56,8 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
     try:
         yield services
     finally:
-        await outbox.stop()
-        await sweeps.close()
         services.scheduling.cancel()
+        await asyncio.gather(outbox.stop(), sweeps.close())
         with suppress(asyncio.CancelledError):
             await services.scheduling
         unsubscribe()
