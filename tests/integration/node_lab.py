@@ -61,7 +61,8 @@ class FakeServer:
 
     def start(self) -> None:
         config = uvicorn.Config(
-            self._app, host="127.0.0.1", port=self.port, log_level="error", lifespan="off", ws="none", loop="asyncio", interface="asgi3",
+            self._app, host="127.0.0.1", port=self.port, log_level="error", lifespan="off", ws="none",
+            loop="asyncio", interface="asgi3",
             timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
@@ -162,11 +163,12 @@ class FakeServer:
     def _forget(self, attempt_id: str) -> None:
         self.launches.pop(attempt_id, None)
         self.keep.discard(attempt_id)
+        self.kill.discard(attempt_id)
         self.version += 1
 
     async def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline and self._server and not self._server.should_exit:
+        while not condition() and time.monotonic() < deadline and self._server and not self._server.should_exit:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     def _directive(self, attempt_id: str) -> dict[str, Any]:
@@ -200,14 +202,17 @@ class Lab:
         make_socket_dir(self.home.socket_dir)
         self.server = FakeServer(self.home)
         self.server.start()
+        self.preload = True
         self.daemons: list[subprocess.Popen[bytes]] = []
         self.code = self.root / "work"
         self.code.mkdir()
 
-    def daemon(self, **extra: str) -> subprocess.Popen[bytes]:
+    def daemon(self, cold: bool = False, **extra: str) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "overnight.platform.node", "--home", str(self.root), "--pool", "cpu:2"]
         for name, value in extra.items():
             words += [f"--{name.replace('_', '-')}", value]
+        words += ["--cold"] if cold else []
+        self.preload = self.preload and not cold
         with (self.home.logs / "node.log").open("ab") as log:
             process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
         self.daemons.append(process)
@@ -234,7 +239,7 @@ class Lab:
             "checkpoints": str(self.home.checkpoints(trial_id)), "objective": None, "resume": None, "seed": 7,
             "mlflow_run_id": None, "mlflow_experiment": "exp", "server_file": str(self.home.server_file),
             "token_file": str(self.home.token_file), "grace_seconds": 5.0, "max_seconds": None, "threads": 1,
-            "preload": True,
+            "preload": self.preload,
         }  # fmt: skip
         return order | fields
 

@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument(
         "--ready-fd", type=int, help="go into the background; say on this descriptor how the start went"
     )
+    parser.add_argument("--cold", action="store_true", help="start no warm process before the first order")
     options = parser.parse_args()
     if options.ready_fd is not None:
         if os.fork():
@@ -53,7 +54,14 @@ def _serve(options: argparse.Namespace) -> int:
     except (OvernightError, OSError) as error:
         _say(options.ready_fd, str(error))
         return 1
-    daemon = Daemon(home, pool, lock, options.name or socket.gethostname(), options.idle_seconds)
+    daemon = Daemon(
+        home,
+        pool,
+        lock,
+        options.name or socket.gethostname(),
+        idle_seconds=options.idle_seconds,
+        prewarm=not options.cold,
+    )
 
     async def run() -> None:
         asyncio.get_running_loop().call_later(0, _say, options.ready_fd, "ready")

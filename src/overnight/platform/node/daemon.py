@@ -60,14 +60,25 @@ class Daemon:
         lock: ``node.lock``, held.
         name: The node's name.
         idle_seconds: Leaves after this long without server and workers.
+        prewarm: Start the warm process of this interpreter at once, not with the first order.
     """
 
-    def __init__(self, home: Home, pool: Pool, lock: LockFile, name: str, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(
+        self,
+        home: Home,
+        pool: Pool,
+        lock: LockFile,
+        name: str,
+        *,
+        idle_seconds: float = IDLE_SECONDS,
+        prewarm: bool = True,
+    ) -> None:
         self._home = home
         self._pool = pool
-        self._lock = lock
+        self._lock_inode = home.node_lock.stat().st_ino
         self._name = name
         self._idle_seconds = idle_seconds
+        self._wants_prewarm = prewarm
         self._warm = WarmPool(home)
         self._launcher = Launcher(home, self._warm)
         self._registry = Registry(home)
@@ -102,7 +113,8 @@ class Daemon:
         control = ControlSocket(self._home, {"ping": self._ping, "poke": self._poke, "stop": self._stop_asked})
         await control.open()
         self._adopt_all()
-        self._prewarm()
+        if self._wants_prewarm:
+            self._prewarm()
         for work in (self._follow_work(), self._send_reports(), self._watch_devices(), self._watch_home()):
             self._spawn(work)
         _log.info("node daemon %d serves %s", os.getpid(), self._home.root)
@@ -183,15 +195,10 @@ class Daemon:
 
     async def _watch_home(self) -> None:
         """Leaves when the home is gone, or nobody has needed this daemon for long."""
-        mine = self._home.node_lock.stat().st_ino
         while True:
             await asyncio.sleep(HOME_CHECK_SECONDS)
             self._warm.reap()
-            try:
-                there = self._home.node_lock.stat().st_ino == mine
-            except OSError:
-                there = False
-            if not there:
+            if not self._is_at_home():
                 _log.warning("the home %s is gone: everything here ends", self._home.root)
                 await self._abandon()
                 return
@@ -202,8 +209,16 @@ class Daemon:
                 self._leave.set()
                 return
 
+    def _is_at_home(self) -> bool:
+        try:
+            return self._home.node_lock.stat().st_ino == self._lock_inode
+        except OSError:
+            return False
+
     async def _abandon(self) -> None:
         held = list(self._held.values())
+        for one in held:
+            one.kill_why = "the home is gone"
         await asyncio.gather(*(kill(one) for one in held))
         for one in held:
             await asyncio.to_thread(reaper.sweep, one.attempt_id, [])
@@ -319,7 +334,7 @@ class Daemon:
                 if held.kill_why:
                     self._spawn(kill(held))
                 await until_gone(held.supervisor)
-            if (held.folder / launch_lock.PIDS).exists() or held.kill_why:
+            if (held.folder / launch_lock.PIDS).exists() or held.kill_why or not self._is_at_home():
                 return
             # No pids.json: it died before any code of the user ran. Another try costs nothing.
             _log.warning("the supervisor of %s ended before it started anything", held.attempt_id)

@@ -132,6 +132,7 @@ class Supervisor:
         self._started = time.monotonic()
         self._oom_kills = 0
         self._census: set[int] = set()
+        self._outputs: list[BoundedOutput] = []
         self._tail: Tail | None = None
         self._reader: ObjectiveReader | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -154,6 +155,7 @@ class Supervisor:
         seats = {rank: self._take_seat() for rank in self._order["ranks"]}
         self._pids = {rank: seat.pid for rank, seat in seats.items()}
         self._write_pids()
+        self._outputs = [BoundedOutput(self._log(rank)) for rank in self._pids]
         plan = command.plan(self._order, self._handover["python"])
         port = str(free_port())
         for local_rank, (rank, seat) in enumerate(seats.items()):
@@ -273,12 +275,10 @@ class Supervisor:
 
     async def _housekeep(self) -> None:
         """Bounds the output, reads the objective, keeps the census and the time limit."""
-        outputs = [BoundedOutput(self._log(rank)) for rank in self._pids]
         self._tail, self._reader = self._objective_source()
         synced_at = counted_at = time.monotonic()
         while True:
-            for output in outputs:
-                output.bound()
+            self._bound_outputs()
             self._read_objective(self._tail.read() if self._tail else [])
             now = time.monotonic()
             if now - synced_at >= SYNC_SECONDS:
@@ -289,6 +289,11 @@ class Supervisor:
                 counted_at = now
                 self._count_processes()
             await asyncio.sleep(TICK_SECONDS)
+
+    def _bound_outputs(self) -> None:
+        for output in self._outputs:
+            with contextlib.suppress(OSError):
+                output.bound()
 
     def _objective_source(self) -> tuple[Tail | None, ObjectiveReader | None]:
         objective = self._order.get("objective")
@@ -449,6 +454,7 @@ class Supervisor:
         for server, _ in self._servers:
             await server.close()
         self._read_objective(self._tail.finish() if self._tail else [])
+        self._bound_outputs()
         report = self._exit_report()
         with contextlib.suppress(OSError):
             write_json(self._folder / "exit.json", report, durable=True)
