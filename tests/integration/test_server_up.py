@@ -1,0 +1,229 @@
+"""`overnight up` for real: starting, adopting, restarting, being told to stop, being killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from overnight.core.errors import HomeHeldError, OvernightError
+from overnight.core.settings import Settings
+from overnight.platform.identity import Identity, holder, wait_until
+from overnight.platform.server.environment import settings_environment
+from overnight.platform.up import UpEvent, run_up, stop
+
+SLEEPER = """
+import os, signal, sys, time
+print("up", flush=True)
+time.sleep(600)
+"""
+
+UP = """
+import os, sys
+from dataclasses import asdict
+import json
+from overnight.core.errors import OvernightError
+from overnight.core.settings import build_settings
+from overnight.platform.up import run_up
+try:
+    sys.exit(run_up(build_settings(os.environ), on_event=lambda e: print(json.dumps(asdict(e)), flush=True)))
+except OvernightError as error:
+    print(json.dumps({"error": error.to_dict()}), flush=True)
+    sys.exit(1)
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    made = Settings(home=tmp_path / "home", pool="fake:2", grace_seconds=2.0, lease_seconds=20.0)
+    made.home.mkdir()
+    yield made
+    stop(made)
+    assert holder(made.paths.server_lock) is None and holder(made.paths.node_lock) is None
+
+
+class Up:
+    """`overnight up` in a process of its own, and what it says."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", UP],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | settings_environment(settings),
+        )
+
+    def until(self, kind: str) -> dict[str, object]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event: dict[str, object] = json.loads(line)
+            if event.get("kind") == kind or (kind == "error" and "error" in event):
+                return event
+        raise AssertionError(f"`up` ended with {self.process.wait()} before it said {kind!r}")
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self.process.stdout is not None
+        self.process.stdout.read()
+        self.process.stdout.close()
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def start(settings: Settings) -> Iterator[Callable[[], Up]]:
+    started: list[Up] = []
+
+    def begin() -> Up:
+        started.append(Up(settings))
+        return started[-1]
+
+    yield begin
+    for up in started:
+        if up.process.poll() is None:
+            up.end()
+        elif up.process.stdout is not None:
+            up.process.stdout.close()
+
+
+def client_of(settings: Settings) -> httpx.Client:
+    found = Identity.parse(settings.paths.server_file.read_bytes())
+    assert found is not None
+    headers = {"Authorization": f"Bearer {settings.paths.token_file.read_text().strip()}"}
+    return httpx.Client(base_url=str(found.facts["url"]), headers=headers, trust_env=False, timeout=30)
+
+
+def submit_sleeper(settings: Settings, client: httpx.Client) -> str:
+    script = settings.home / "sleeper.py"
+    script.write_text(SLEEPER)
+    run = {"kind": "command", "target": sys.executable, "argv": [str(script)]}
+    config = {"experiment": "sleep", "run": run, "args": "none", "workdir": str(settings.home)}
+    answer = client.post("/v1/proposals", json={"config": config})
+    assert answer.status_code == 200, answer.text
+    name: str = answer.json()["trials"][0]["name"]
+    return name
+
+
+def test_ctrl_c_yields_the_workers_and_stops_everything(settings: Settings, start: Callable[[], Up]) -> None:
+    up = start()
+    facts = up.until("server")["data"]
+    assert isinstance(facts, dict) and facts["adopted"] is False
+    with client_of(settings) as client:
+        name = submit_sleeper(settings, client)
+        assert wait_until(lambda: client.get(f"/v1/trials/{name}").json()["state"] == "running", 30)
+    node = holder(settings.paths.node_lock)
+    assert node is not None
+    assert up.end() == 0
+    assert holder(settings.paths.server_lock) is None and not node.alive
+    assert not _processes_of(settings), "no process may be left"
+    again = start()
+    again.until("server")
+    with client_of(settings) as client:
+        trial = client.get(f"/v1/trials/{name}").json()
+        first = trial["attempts"][0]
+        assert first["outcome"] == "preempted" and first["cause"].startswith("shutdown"), first
+        assert trial["retries_used"] == 0
+        assert wait_until(lambda: len(client.get(f"/v1/trials/{name}").json()["attempts"]) == 2, 30), "it goes on"
+    assert again.end(signal.SIGTERM) == 0
+
+
+def _processes_of(settings: Settings) -> list[str]:
+    """Command lines that name the home."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(settings.home) in words:
+            found.append(words)
+    return found
+
+
+def test_a_second_up_says_who_holds_the_home(settings: Settings, start: Callable[[], Up]) -> None:
+    first = start()
+    url = first.until("server")["data"]["url"]  # type: ignore[index]
+    error = start().until("error")["error"]
+    assert isinstance(error, dict) and error["code"] == "home_held"
+    assert f"pid {first.process.pid}" in error["message"] and url in error["message"] and "since" in error["message"]
+
+
+def test_a_killed_server_and_a_killed_node_are_started_again(settings: Settings, start: Callable[[], Up]) -> None:
+    up = start()
+    first = up.until("server")["data"]
+    assert isinstance(first, dict)
+    os.kill(first["pid"], signal.SIGKILL)
+    assert "killed by SIGKILL" in str(up.until("restart")["message"])
+    second = up.until("server")["data"]
+    assert isinstance(second, dict)
+    assert second["pid"] != first["pid"] and second["url"] == first["url"], "the address survives a restart"
+    node = holder(settings.paths.node_lock)
+    assert node is not None
+    os.kill(node.pid, signal.SIGKILL)
+    up.until("restart")
+    assert up.until("node")["data"]["pid"] != node.pid  # type: ignore[index]
+
+
+def test_a_killed_up_leaves_both_and_the_next_adopts_them(settings: Settings, start: Callable[[], Up]) -> None:
+    first = start()
+    facts = first.until("server")["data"]
+    first.end(signal.SIGKILL)
+    server, node = holder(settings.paths.server_lock), holder(settings.paths.node_lock)
+    assert server is not None and node is not None
+    second = start()
+    assert second.until("node")["data"] == {"pid": node.pid, "adopted": True}
+    adopted = second.until("server")["data"]
+    assert isinstance(adopted, dict) and isinstance(facts, dict)
+    assert adopted["adopted"] is True and adopted["pid"] == server.pid and adopted["url"] == facts["url"]
+    assert second.end() == 0
+    assert not server.alive and not node.alive
+
+
+def test_in_the_background_and_down(settings: Settings) -> None:
+    events: list[UpEvent] = []
+    assert run_up(settings, detach=True, on_event=events.append) == 0
+    assert [event.kind for event in events] == ["node", "server"]
+    assert httpx.get(f"{events[-1].data['url']}/v1/health", trust_env=False).status_code == 200
+    found = holder(settings.paths.up_lock)
+    assert found is not None and os.getsid(found.pid) != os.getsid(0)
+    with pytest.raises(HomeHeldError, match=f"pid {found.pid}"):
+        run_up(settings, detach=True)
+    began = time.monotonic()
+    assert stop(settings) is True
+    assert time.monotonic() - began < 15
+    assert stop(settings) is False
+
+
+def test_down_works_without_an_up(settings: Settings, start: Callable[[], Up]) -> None:
+    up = start()
+    up.until("server")
+    up.end(signal.SIGKILL)
+    assert stop(settings) is True
+    assert stop(settings) is False
+
+
+def test_what_the_server_says_about_its_start_reaches_the_caller(settings: Settings) -> None:
+    settings.paths.token_file.write_text("x" * 43)
+    settings.paths.token_file.chmod(0o644)
+    with pytest.raises(OvernightError) as caught:
+        run_up(settings, detach=True)
+    assert caught.value.code == "bad_token_file" and "chmod 600" in caught.value.hint
+    settings.paths.token_file.chmod(0o600)
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OvernightError) as caught:
+            run_up(settings.model_copy(update={"port": port}), detach=True)
+    assert caught.value.code == "port_taken" and str(port) in caught.value.message
