@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from overnight.cli import flags
 from overnight.core.enums import ArgsStyle
 from overnight.core.errors import InvalidParamsError
+from overnight.trainer.params import resolve
 
 
 def parse(*words, style=ArgsStyle.FLAGS, reserved=()):
@@ -27,6 +28,15 @@ def test_flags_become_params():
 def test_a_double_dash_ends_params():
     words = parse("--lr", "1", "--", "--verbose", "x", "--lr", "2")
     assert words == flags.Words(("--verbose", "x", "--lr", "2"), {"lr": 1})
+
+
+def test_a_flag_with_dashes_reaches_the_trainers_param():
+    given = parse("--weight-decay", "0.5", "--opt.max-lr", "2").params
+    assert resolve({"weight_decay": 0.1, "opt": {"max_lr": 1.0}}, given) == {
+        "weight_decay": 0.5,
+        "opt": {"max_lr": 2.0},
+    }
+    assert resolve({"weight-decay": 0.1, "weight_decay": 0.2}, given | {"opt.max-lr": 1})["weight-decay"] == 0.5
 
 
 def test_hydra_words():

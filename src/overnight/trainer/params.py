@@ -57,7 +57,7 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Params:
 
     Args:
         defaults: The script's own values; they also say which type each param has.
-        given: Values by plain or dotted name; unknown names are kept.
+        given: Values by plain or dotted name; dashes fit underscores; unknown names are kept.
 
     Returns:
         A deep copy; neither argument is touched.
@@ -67,8 +67,11 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Params:
     """
     result = Params(copy.deepcopy(dict(defaults)))
     canonical(dict(result), "defaults")
+    known = set(names(defaults))
     for name, value in given.items():
-        _assign(result, name, value, name)
+        plain = name.replace("-", "_")
+        # ``--weight-decay`` on a command line means the script's ``weight_decay``: kept apart, it would be ignored.
+        _assign(result, plain if name not in known and plain in known else name, value, name)
     return result
 
 
