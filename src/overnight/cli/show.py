@@ -10,6 +10,8 @@ from overnight.cli.session import Session, session_of
 if TYPE_CHECKING:
     from overnight.core.models.api import Attempt, Trial, TrialError
 
+SHOWN_LINES = 20
+
 
 @command("overnight show digits-7", "overnight show -o json digits-7 | jq .data.attempts")
 def show(ctx: typer.Context, trial: TrialRef, output: Output = OutputFormat.TEXT) -> None:
@@ -118,11 +120,20 @@ def _print_error(session: Session, error: "TrialError") -> None:
     console.print(render.text(f"{error.type}{where}: {error.message}", limit=4000), style="bold red", soft_wrap=True)
     if error.traceback:
         console.print(render.text(error.traceback.rstrip(), limit=20_000), soft_wrap=True)
-    if error.last_lines:
+    if lines := _before_traceback(error):
         console.print()
         console.print("last lines of output", style="bold")
-        for line in error.last_lines:
+        for line in lines[-SHOWN_LINES:]:
             console.print(render.text(f"  {line}", limit=500), soft_wrap=True)
+
+
+def _before_traceback(error: "TrialError") -> list[str]:
+    """The last lines without the traceback, where that is shown already."""
+    lines = list(error.last_lines)
+    if error.traceback and "Traceback (most recent call last):" in lines:
+        start = len(lines) - 1 - lines[::-1].index("Traceback (most recent call last):")
+        return lines[:start]
+    return lines
 
 
 def _print_next(session: Session, trial: "Trial") -> None:
