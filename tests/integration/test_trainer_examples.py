@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -53,9 +51,8 @@ def test_chargpt_learns(tmp_path: Path) -> None:
     assert len(losses) == 8 and losses[-1] < losses[0] < 5.6
 
 
-@pytest.mark.parametrize("script", ["digits.py", "chargpt.py"])
-def test_a_bad_flag_is_one_clear_error(tmp_path: Path, script: str) -> None:
-    done = run(sys.executable, str(EXAMPLES / script), "--lr", "fast", cwd=tmp_path)
+def test_a_bad_flag_is_one_clear_error(tmp_path: Path) -> None:
+    done = run(sys.executable, str(EXAMPLES / "digits.py"), "--lr", "fast", cwd=tmp_path)
     assert done.returncode == 1
     assert "--lr 'fast' is not a number" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -459,7 +459,8 @@ class Run:
         if pending is None:
             return
         if pending.batch is not None:
-            self._update.append(replace(pending.batch, data=None))
+            # an unfinished update is remembered without its data, which may be large
+            self._update.append(pending.batch if pending.completes else replace(pending.batch, data=None))
         if not pending.completes:
             if pending.abandoned:  # the update was never finished: its micro-batches come again
                 self._update.clear()

@@ -78,9 +78,9 @@ class Writer:
         try:
             refuse_stale(self._place, self._author.token)
             folder.mkdir(parents=True, exist_ok=True)
-            self._write_rank(folder, snapshot, digests)
+            plan = self._write_rank(folder, snapshot, digests)
             if self._author.rank == 0:
-                return self._publish(folder, snapshot, name, snapshot.content(digests))
+                return self._publish(folder, snapshot, name, snapshot.content(digests), plan)
             self._wait(folder, lambda: self._place.path(name).exists(), f"rank 0 to publish {name}")
             return None
         except FencedError as error:
@@ -104,7 +104,8 @@ class Writer:
         with contextlib.suppress(OSError):  # a full disk: the others run into their time-out, or see this process end
             write_atomic(folder / f"abort-{self._author.rank}.json", json.dumps(error.to_dict()).encode())
 
-    def _write_rank(self, folder: Path, snapshot: Snapshot, digests: dict[str, str]) -> None:
+    def _write_rank(self, folder: Path, snapshot: Snapshot, digests: dict[str, str]) -> tuple[Any, Any]:
+        """Writes this rank's files; returns what :func:`write_tensors` did."""
         rank = self._author.rank
         owned, private = self._divide(folder, digests)
         tensors = {key: snapshot.tensors[key] for key in owned}
@@ -113,9 +114,11 @@ class Writer:
         state = {"objects": snapshot.objects, "private": sorted(private)}
         write_atomic(folder / f"state-{rank}.json", json.dumps(state).encode())
         mine = [folder / f"state-{rank}.json", *sorted(folder.glob(f"__{rank}_*.distcp"))]
-        write_atomic(folder / f"plan-{rank}.pickle", pickle.dumps(plan_and_results))
+        if rank > 0:
+            write_atomic(folder / f"plan-{rank}.pickle", pickle.dumps(plan_and_results))
         body = {"rank": rank, "files": {path.name: vars(describe_file(path)) for path in mine}}
         write_atomic(folder / f"rank-{rank}.json", json.dumps(body).encode())
+        return plan_and_results
 
     def _divide(self, folder: Path, digests: dict[str, str]) -> tuple[list[str], list[str]]:
         """Which keys this rank stores for all, and which for itself."""
@@ -128,12 +131,14 @@ class Writer:
         private = sorted(set(digests) - set(shared))
         return [key for number, key in enumerate(shared) if number % world_size == rank], private
 
-    def _publish(self, folder: Path, snapshot: Snapshot, name: CheckpointName, content: str) -> Manifest:
+    def _publish(
+        self, folder: Path, snapshot: Snapshot, name: CheckpointName, content: str, own_plan: tuple[Any, Any]
+    ) -> Manifest:
         author = self._author
         bodies = self._gather(folder, "rank")
         files = {file: FileEntry(**entry) for body in bodies for file, entry in body["files"].items()}
-        plans = [folder / f"plan-{rank}.pickle" for rank in range(author.world_size)]
-        write_metadata(folder, [pickle.loads(path.read_bytes()) for path in plans])
+        plans = [folder / f"plan-{rank}.pickle" for rank in range(1, author.world_size)]
+        write_metadata(folder, [own_plan, *(pickle.loads(path.read_bytes()) for path in plans)])
         for path in (folder / METADATA, *(folder / f"rank-{r}.json" for r in range(author.world_size))):
             files[path.name] = describe_file(path)
         for path in (*plans, *folder.glob("digests-*.json")):  # they have served
