@@ -3,4 +3,4 @@
 from overnight.cli import main
 
 if __name__ == "__main__":
-    main()
+    main()  # type: ignore[no-untyped-call]  # without annotations, so that old Pythons can parse it
