@@ -167,12 +167,20 @@ class Daemon:
     async def _wind_down(self) -> None:
         held = list(self._held.values())
         graces = await asyncio.gather(*(self._ask_to_yield(one) for one in held))
-        await self._until(lambda: not self._held, max(graces, default=0.0) + STOP_MARGIN_SECONDS)
+        await self._until(lambda: not self._num_working(), max(graces, default=0.0) + STOP_MARGIN_SECONDS)
         for one in self._held.values():
             self._kill(one, "the node daemon stops")
-        await self._until(lambda: all(one.supervisor is None for one in self._held.values()), STOP_MARGIN_SECONDS)
-        await self._until(lambda: self._node_id is None or not (self._ended or self._failed), LAST_REPORT_SECONDS)
+        await self._until(lambda: not self._num_working(), STOP_MARGIN_SECONDS)
+        # What cannot be said now is in files, for the next daemon.
+        await self._until(self._has_said_all, LAST_REPORT_SECONDS)
         self._leave.set()
+
+    def _has_said_all(self) -> bool:
+        return self._node_id is None or not (self._held or self._ended or self._failed)
+
+    def _num_working(self) -> int:
+        """Attempts that have, or may have, processes; those that only wait for the server do not count."""
+        return sum(one.supervisor is not None or one.dirty for one in self._held.values())
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -202,7 +210,7 @@ class Daemon:
                 _log.warning("the home %s is gone: everything here ends", self._home.root)
                 await self._abandon()
                 return
-            if self._held:
+            if self._num_working():
                 self._heard_at = time.monotonic()
             if time.monotonic() - self._heard_at > self._idle_seconds:
                 _log.info("neither server nor workers for %g s: leaving", self._idle_seconds)
@@ -317,9 +325,8 @@ class Daemon:
             self._failed[held.attempt_id] = error.report
             self._to_report.set()
             return
-        held.supervisor = None
-        self._changed.set()
-        ended = await self._undertaker.bury(held)
+        held.dirty, held.supervisor = True, None
+        ended = await self._undertaker.bury(held, self._changed.set)
         self._held.pop(held.attempt_id, None)
         self._report_ended(ended)
 
@@ -331,10 +338,11 @@ class Daemon:
                 return
             await self._find(held, launched)
             if held.supervisor is not None:
-                if held.kill_why:
+                if held.kill_why or self._stopping.is_set():
                     self._spawn(kill(held))
                 await until_gone(held.supervisor)
-            if (held.folder / launch_lock.PIDS).exists() or held.kill_why or not self._is_at_home():
+            leaving = held.kill_why or self._stopping.is_set() or not self._is_at_home()
+            if leaving or (held.folder / launch_lock.PIDS).exists():
                 return
             # No pids.json: it died before any code of the user ran. Another try costs nothing.
             _log.warning("the supervisor of %s ended before it started anything", held.attempt_id)

@@ -122,8 +122,13 @@ class Undertaker:
         self._orphans = orphans
         self._heartbeat_seconds = heartbeat_seconds
 
-    async def bury(self, held: Held) -> Ended:
-        """Kills what is left, delivers the rest of the spool (for as long as that takes), and says how it ended."""
+    async def bury(self, held: Held, on_clean: Callable[[], None]) -> Ended:
+        """Kills what is left, delivers the rest of the spool (for as long as that takes), and says how it ended.
+
+        Args:
+            held: Its supervisor is gone.
+            on_clean: Called when no process is left.
+        """
         held.dirty = True
         pids = read_json(held.folder / launch_lock.PIDS) or {}
         known = _known(pids)
@@ -131,6 +136,7 @@ class Undertaker:
             _log.error("attempt %s: processes %s cannot be killed; its devices stay leased", held.attempt_id, left)
             await asyncio.sleep(1.0)
         held.dirty = False
+        on_clean()
         report = read_json(held.folder / "exit.json")
         if held.folder.is_dir():
             await self._deliver(held, report)
