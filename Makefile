@@ -30,7 +30,8 @@ check: setup  ## lint, types, import rules, migrations
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m overnight db check --fresh
+	@folder=$$(mktemp -d) && url=sqlite:///$$folder/check.db && \
+	  $(BIN)/alembic -q -x url=$$url upgrade head && $(BIN)/alembic -x url=$$url check; status=$$?; rm -rf $$folder; exit $$status
 
 bench: setup  ## measure against peers, side by side
 	@for b in benchmarks/[!_]*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
