@@ -30,7 +30,7 @@ class OvernightApp(App[None]):
     def on_mount(self) -> None:
         """Shows the screen and starts to follow the source."""
         self.push_screen(self._first_screen())
-        self.run_worker(self._follow(), name="snapshots", exclusive=True)
+        self.run_worker(self._follow(), group="snapshots", exclusive=True)
 
     async def _follow(self) -> None:
         async for snapshot in self.source.snapshots():

@@ -87,7 +87,7 @@ class DemoApp(OvernightApp):
 
     def on_mount(self) -> None:
         """Starts the play."""
-        self.run_worker(self._play(), name="scenario")
+        self.run_worker(self._play(), group="scenario")
 
     async def _play(self) -> None:
         try:

@@ -37,7 +37,7 @@ def summary(snapshot: Snapshot) -> Text:
     s = TrialState
     busy = sum(device.trial_id is not None for device in snapshot.devices)
     parts = [
-        ("devices", f"{busy}/{len(snapshot.devices)} busy", "cyan"),
+        ("devices busy", f"{busy}/{len(snapshot.devices)}", "cyan"),
         ("running", str(snapshot.count(s.STARTING, s.RUNNING, s.YIELDING, s.STOPPING)), "green"),
         ("queued", str(snapshot.count(s.QUEUED)), ""),
         ("completed", str(snapshot.count(s.COMPLETED)), "green"),
