@@ -83,7 +83,7 @@ def rehearse(scratch: str) -> None:
     """Goes through a start without ranks, in a folder of its own, and removes the traces.
 
     A forked process pays for each page that it touches first; a spare does so while it waits, not when an order
-    comes. It is what brings the order's way to the first line of a script from about 15 to below 10 ms.
+    comes: 600 page faults fewer on an order's way to the first line of a script, about 5 ms.
     """
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=scratch) as name:
         folder = Path(name)
