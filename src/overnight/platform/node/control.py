@@ -53,6 +53,8 @@ class ControlSocket:
         if self._server is not None:
             self._server.close()
         self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # supervisors may still listen there
+            self._path.parent.rmdir()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
