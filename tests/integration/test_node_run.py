@@ -65,7 +65,7 @@ def test_a_script_runs_warm_as_if_by_python(lab: Any) -> None:
 
     attempt_id, report = run(lab, textwrap.dedent(text), params={"lr": 0.001, "m": {"depth": 3, "on": True}})
     log = lab.log(attempt_id)
-    assert "NAME __main__ ARGV ['train.py', '--lr', '0.001', '--m.depth', '3', '--m.on', 'true'] FILE True" in log
+    assert "NAME __main__ ARGV ['train.py', '--lr', '0.001', '--m.depth', '3', '--m.on'] FILE True" in log
     assert "PATH0 True TORCH True STDIN ''" in log
     assert "SPEC None DOC None PACKAGE None" in log
     assert "\u2603 snow" in log

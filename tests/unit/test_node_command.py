@@ -24,9 +24,17 @@ def order(**fields: Any) -> dict[str, Any]:
 
 
 def test_params_become_words_by_style() -> None:
-    params = {"lr": 0.001, "flag": True, "none": None, "m": {"depth": 3, "empty": {}}, "l": [1, "a"], "s": "-x"}
+    params = {
+        "lr": 0.001,
+        "flag": True,
+        "off": False,
+        "none": None,
+        "m": {"depth": 3, "empty": {}},
+        "l": [1, "a"],
+        "s": "-x",
+    }
     assert command.param_words("flags", params) == [
-        "--lr", "0.001", "--flag", "true", "--none", "null", "--m.depth", "3", "--m.empty", "{}",
+        "--lr", "0.001", "--flag", "--no-off", "--none", "null", "--m.depth", "3", "--m.empty", "{}",
         "--l", '[1, "a"]', "--s=-x",
     ]  # fmt: skip
     assert command.param_words("hydra", {"lr": 1e-05, "name": "adam", "t": "true", "q": "it's \\"}) == [

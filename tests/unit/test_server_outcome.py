@@ -80,7 +80,8 @@ ROWS = [
     ("exception, peers killed", ended(-9, 1, killed="rank 1 failed", error=raised("ValueError")), CONTINUE, [], GOOD, O.USER_ERROR, "ValueError"),
     ("exit code", ended(3), CONTINUE, [], GOOD, O.USER_ERROR, "rank 0 exited with 3"),
     ("exit code, peers killed", ended(-9, 2, killed="rank 1 failed"), CONTINUE, [], GOOD, O.USER_ERROR, ""),
-    ("too long", ended(-15, killed="max_time"), CONTINUE, [], GOOD, O.USER_ERROR, "max_time"),
+    ("too long", ended(-15, killed="grace", out_of_time=True), CONTINUE, [], GOOD, O.USER_ERROR, "longer than its max_time"),
+    ("too long, saved", ended(75, left="stop", saved=True, out_of_time=True), CONTINUE, [], GOOD, O.USER_ERROR, "saved"),
     # memory
     ("MemoryError", ended(1, error=raised("MemoryError", "")), CONTINUE, [], GOOD, O.OUT_OF_MEMORY, "MemoryError"),
     ("torch OOM", ended(1, error=raised("torch.OutOfMemoryError")), CONTINUE, [], GOOD, O.OUT_OF_MEMORY, ""),

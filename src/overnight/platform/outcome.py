@@ -36,6 +36,7 @@ class Exit:
         error: What the ranks reported before the exception left the run.
         last_lines: The end of rank 0's output.
         oom: The kernel killed a rank for memory.
+        out_of_time: Its supervisor stopped it at its own time limit.
     """
 
     exit_codes: tuple[int | None, ...] = ()
@@ -45,13 +46,14 @@ class Exit:
     error: TrialError | None = None
     last_lines: tuple[str, ...] = ()
     oom: bool = False
+    out_of_time: bool = False
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> "Exit":
         """Reads the event's data. What does not fit becomes unknown: the end of an attempt is never refused."""
         codes = data.get("exit_codes")
         last_lines = tuple(str(line)[:8192] for line in _list(data.get("last_lines"))[-MAX_LINES:])
-        left, killed = data.get("left"), data.get("killed")
+        left, killed, told = data.get("left"), data.get("killed"), data.get("directive")
         return cls(
             exit_codes=tuple(code if _is_int(code) else None for code in _list(codes)),
             left=left if left in ("yield", "stop") else None,
@@ -60,6 +62,7 @@ class Exit:
             error=_error(data.get("error"), last_lines),
             last_lines=last_lines,
             oom=bool(data.get("oom")),
+            out_of_time=isinstance(told, Mapping) and told.get("reason") == "max_time",
         )
 
     @property
@@ -137,6 +140,10 @@ def decide_outcome(
         return _finished(directive, objective)
     if directive.action is DirectiveAction.STOP and directive.reason in _STOPS:
         return _stopped(exit, directive)
+    if exit is not None and exit.out_of_time:
+        return Outcome.USER_ERROR, "it ran longer than its max_time" + (
+            ", and saved before it left" if exit.saved else ""
+        )
     if exit is not None and exit.left == "yield":
         return Outcome.PREEMPTED, _preempted(directive, "" if exit.saved else "nothing was saved when it left")
     if device_verdicts:
@@ -208,8 +215,6 @@ def _broken(exit: Exit) -> tuple[Outcome, str]:
 
 
 def _killed_by_us(exit: Exit) -> tuple[Outcome, str]:
-    if exit.killed is not None and exit.killed.startswith("max_time"):
-        return Outcome.USER_ERROR, "it ran longer than its max_time"
     return Outcome.INFRA_FAULT, f"{exit.killed}; {_codes(exit)}"
 
 

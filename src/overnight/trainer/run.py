@@ -125,6 +125,8 @@ class Run:
         self._agreement = Agreement(group)
         self._origin = claim_origin(inputs, group)
         self.resumed = self._origin.restored is not None
+        if self.rank == 0:
+            self._link.send("/v1/forked", {"step": self._origin.parent.step if self._origin.parent else 0})
         assert self._origin.environment.trial_dir is not None
         self.trial_dir = self._origin.environment.trial_dir
         self._saver = self._make_saver(self._origin)

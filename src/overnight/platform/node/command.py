@@ -95,7 +95,8 @@ def param_words(style: str, params: Mapping[str, Any]) -> list[str]:
     """The params as words of a command line.
 
     Args:
-        style: ``flags`` (``--lr 0.001``), ``hydra`` (``lr=0.001``), ``json`` (one word), ``env`` or ``none`` (no word).
+        style: ``flags`` (``--lr 0.001``, ``--amp`` for true, ``--no-amp`` for false), ``hydra`` (``lr=0.001``),
+            ``json`` (one word), ``env`` or ``none`` (no word).
         params: JSON values.
     """
     if style == "json":
@@ -106,6 +107,9 @@ def param_words(style: str, params: Mapping[str, Any]) -> list[str]:
         return []
     words: list[str] = []
     for name, value in flatten(params):
+        if isinstance(value, bool):  # as argparse.BooleanOptionalAction, click and typer read it
+            words.append(f"--{name}" if value else f"--no-{name}")
+            continue
         text = as_text(value)
         # A text that starts with a dash would be taken for an option of its own.
         words += [f"--{name}={text}"] if isinstance(value, str) and text.startswith("-") else [f"--{name}", text]

@@ -53,8 +53,10 @@ class RankApi:
         reported = objective is not None and objective["source"] == "report"
         self._objective = objective if reported else None
         self._progress_at = -math.inf
+        self._untold: dict[str, Any] | None = None
         self._routes: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]] | dict[str, Any]]] = {
             "POST /v1/hello": self._hello,
+            "POST /v1/forked": self._forked,
             "POST /v1/push": self._push,
             "POST /v1/report": self._report,
             "POST /v1/checkpoint": self._checkpoint,
@@ -92,17 +94,28 @@ class RankApi:
         self._attempt.rank_said("hello", _rank(body), body)
         return {"directive": self._attempt.directive(), "generation": self._attempt.generation}
 
+    def _forked(self, body: dict[str, Any]) -> dict[str, Any]:
+        fork = {"generation": self._attempt.generation, "fork_step": _int(body, "step"), "trainer": True}
+        self._attempt.spool("generation", fork, urgent=True)
+        return {"directive": self._attempt.directive()}
+
     def _push(self, body: dict[str, Any]) -> dict[str, Any]:
         self.metrics([_row(row) for row in _list(body, "metrics")])
         ledger = body.get("ledger")
         if ledger:
             self._attempt.spool("ledger", {name: _numbers(ledger, name) for name in ("seconds", "counts")})
-        now = time.monotonic()
-        if body.get("step") is not None and now - self._progress_at >= PROGRESS_SECONDS:
-            self._progress_at = now
-            phase = str(body.get("phase") or "")[:250]
-            self._attempt.spool("progress", {"step": _int(body, "step"), "phase": phase})
+        if body.get("step") is not None:
+            self._untold = {"step": _int(body, "step"), "phase": str(body.get("phase") or "")[:250]}
+            if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
+                self.tell_progress()
         return {"directive": self._attempt.directive()}
+
+    def tell_progress(self) -> None:
+        """Records the newest progress that was held back; called at the end too, so that no step is missing."""
+        if self._untold is not None:
+            self._progress_at = time.monotonic()
+            self._attempt.spool("progress", self._untold)
+            self._untold = None
 
     def _report(self, body: dict[str, Any]) -> dict[str, Any]:
         values = body.get("values")

@@ -454,6 +454,7 @@ class Supervisor:
         for server, _ in self._servers:
             await server.close()
         self._read_objective(self._tail.finish() if self._tail else [])
+        self._api.tell_progress()
         self._bound_outputs()
         report = self._exit_report()
         with contextlib.suppress(OSError):
