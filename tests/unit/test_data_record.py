@@ -137,6 +137,54 @@ def test_a_missing_rank_is_seen(tmp_path: Path) -> None:
     assert audit(tmp_path).skipped == 72
 
 
+def left_early(trial: Path, *, lose: int = 0) -> SampleRecord:
+    """Two updates of 4 of epoch 0, then a break, then all of epoch 1; the update ``lose`` (from 1) is not recorded."""
+    claim(trial, 1, 1, 0, None)
+    record = SampleRecord(trial / "attempts/0001", rank=0, world_size=1, attempt=1)
+    record.declare(epochs=5, samples_per_epoch=12)
+    updates = [(0, 0), (0, 4), (1, 0), (1, 4), (1, 8)]
+    for step, (epoch, first) in enumerate(updates):
+        if step == 2:
+            record.leave(2, 0, 8)
+            record.declare(epochs=2, samples_per_epoch=12)
+        if step + 1 != lose:
+            record.append(step, micro_batch(list(range(first, first + 4)), first, epoch))
+    return record
+
+
+@pytest.mark.parametrize("lose", range(6))
+def test_what_a_break_left_is_not_missed_but_a_loss_beside_it_is(tmp_path: Path, lose: int) -> None:
+    left_early(tmp_path, lose=lose).close()
+    lost = 4 if lose else 0
+    expected = Audit(expected=20, recorded=20 - lost, repeated=0, skipped=lost, updates=5 - bool(lose))
+    assert audit(tmp_path) == expected
+
+
+def test_a_break_that_a_later_attempt_did_not_repeat_excuses_nothing(tmp_path: Path) -> None:
+    left_early(tmp_path).close()
+    claim(tmp_path, 2, 1, 1, "step-1.attempt-1.1.again-2")
+    record = SampleRecord(tmp_path / "attempts/0002", rank=0, world_size=1, attempt=2)
+    record.declare(epochs=1, samples_per_epoch=12)
+    record.append(1, micro_batch(list(range(4, 8)), 4))
+    record.flush()
+    assert audit(tmp_path).skipped == 4, "the break at step 2 lies beyond the fork at step 1"
+    record.leave(2, 0, 8)
+    record.close()
+    claim(tmp_path, 3, 1, 2, "step-2.attempt-2.1")
+    record = SampleRecord(tmp_path / "attempts/0003", rank=0, world_size=1, attempt=3)
+    record.declare(epochs=2, samples_per_epoch=12)
+    record.append(2, micro_batch([8, 9], 8))
+    record.append(3, micro_batch(list(range(12)), 0, 1))
+    record.close()
+    assert audit(tmp_path) == Audit(expected=24, recorded=22, repeated=0, skipped=2, updates=4)
+
+
+def test_a_place_with_checkpoints_saved_again_has_one_lineage(tmp_path: Path) -> None:
+    run_attempt(tmp_path, 1, 0, 7)
+    run_attempt(tmp_path, 2, 4, 12, parent="step-4.attempt-1.1.again-3")
+    assert audit(tmp_path) == WHOLE
+
+
 def test_wrong_indices_at_right_positions_are_seen(tmp_path: Path) -> None:
     record = SampleRecord(tmp_path / "attempts/0001", rank=0, world_size=1, attempt=1)
     record.declare(epochs=1, samples_per_epoch=4)
@@ -288,6 +336,6 @@ def test_lineage_follows_parents_and_survives_damaged_fences(tmp_path: Path) -> 
     (tmp_path / "fence-1.1.json").write_text("{")
     (tmp_path / "fence-x.json").write_text("{}")
     (tmp_path / "fence-2.1.json").write_text("[]")
-    claim_text = {"attempt": 3, "generation": 1, "step": 7, "parent": "step-7.attempt-1.2"}
+    claim_text = {"attempt": 3, "generation": 1, "step": 7, "parent": "step-7.attempt-1.2.again-2"}
     (tmp_path / "fence-3.1.json").write_text(json.dumps(claim_text))
     assert read_forks(tmp_path) == {(3, 1): Fork(7, (1, 2))}

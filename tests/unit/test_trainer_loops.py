@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from overnight import trainer
 from overnight.core.errors import BadInputError, CheckpointError, DatasetChangedError
+from overnight.trainer.data.record import Audit, audit
 from overnight.trainer.run import Run
 
 
@@ -120,6 +122,43 @@ def test_break_counts_the_batch_and_ends_the_loop_for_good() -> None:
             leave_at(run, stop or -1)
 
     assert attempts(script, 4)[0].seen == [*range(8), *range(20)]
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_a_break_is_no_loss_but_a_loss_beside_it_is(micro_batch: int) -> None:
+    def script(run: Run, counter: Counter, stop: int | None) -> None:
+        data = trainer.DataLoader(range(20), global_batch_size=4, micro_batch_size=micro_batch, shuffle=True)
+        for _ in run.batches(data, epochs=5):
+            leave_at(run, stop or -1)
+            if run.step == 9:  # in the second epoch; with two micro-batches in the midst of an update
+                break
+        for _ in run.batches(data, epochs=2):
+            leave_at(run, stop or -1)
+
+    for stop in (None, 3, 9, 12):
+        sys.argv = ["script.py", "--fresh"]
+        with pytest.raises(trainer.Yielded) if stop else nullcontext(), trainer.run(every=None) as run:
+            run.track(counter=Counter())
+            script(run, Counter(), stop)
+        sys.argv = ["script.py"]
+        if stop:
+            attempts(script)
+        counted = audit(run.trial_dir)
+        kept = 20 + 12 + 4 * (micro_batch == 4) + 40
+        assert (counted.expected, counted.recorded, counted.repeated, counted.skipped) == (kept, kept, 0, 0), stop
+    damaged = run._attempt_dir / "samples" / "rank-0.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    assert audit(run.trial_dir).skipped > 0
+
+
+def test_time_that_is_over_is_no_loss() -> None:
+    with trainer.run(every=None) as run:
+        run.track(counter=Counter())
+        data = loader()
+        for _ in run.batches(data, seconds=1e-9):
+            pass
+        list(run.batches(data))
+    assert audit(run.trial_dir) == Audit(expected=24, recorded=24, repeated=0, skipped=0, updates=6)
 
 
 def test_an_exception_does_not_count_the_batch() -> None:

@@ -376,19 +376,22 @@ class Run:
             last = None if epochs is None else loop.state["first_epoch"] + epochs
             self._declare(loader, last)
             self._at_entry()
-            try:
-                while last is None or loader.epoch < last:
-                    if (yield from self._rest_of_epoch(loop, loader, seconds)):
-                        break
-            except GeneratorExit:
-                self._declare(loader, None)
-                raise
+            while last is None or loader.epoch < last:
+                if (yield from self._rest_of_epoch(loop, loader, seconds)):
+                    break
 
     def _declare(self, loader: DataLoader, epochs: int | None) -> None:
         """Tells the sample record what to expect; None when something else than the data ends the loop."""
         self._record.declare(
             self._key_of(loader), epochs=epochs, samples_per_epoch=loader.samples_per_epoch, repeats=loader.repeats
         )
+
+    def _leave_epoch(self, loader: DataLoader, batch: MicroBatch, *, consumed: bool) -> None:
+        """Tells the sample record that nothing behind ``batch`` is wanted of its epoch and of this loop."""
+        position = batch.end if consumed else batch.position
+        self._declare(loader, batch.epoch + (position > 0))
+        if position:
+            self._record.leave(self._step, batch.epoch, position, self._key_of(loader))
 
     def _rest_of_epoch(self, loop: Loop, loader: DataLoader, seconds: float | None) -> Generator[Any, None, bool]:
         """The batches up to the end of the epoch; returns whether the loop's time is over."""
@@ -410,6 +413,7 @@ class Run:
             ended = self._boundary(epoch_end=loader.epoch != epoch and not self._loops.inside("epochs"), over=over)
             if seconds is not None and ended == loop.number:
                 loop.state["done"] = True
+                self._leave_epoch(loader, batch, consumed=True)
                 return True
             since = time.monotonic()
         if loader.epoch == epoch:
@@ -466,6 +470,7 @@ class Run:
         if not pending.completes:
             if pending.abandoned:  # the update was never finished: its micro-batches come again
                 self._update.clear()
+                self._left(pending)
             return
         self._step += 1
         self._ledger.count("updates")
@@ -477,6 +482,12 @@ class Run:
         self._update.clear()
         if pending.loader.ack == "auto":
             pending.loader.seek(pending.batch.epoch, pending.batch.end)
+        self._left(pending)
+
+    def _left(self, pending: Pending) -> None:
+        """Notes a ``break``, now that the script went on behind it: an exception would not have come here."""
+        if pending.abandoned and pending.loader is not None and pending.batch is not None:
+            self._leave_epoch(pending.loader, pending.batch, consumed=pending.completes)
 
     def _key_of(self, loader: DataLoader) -> str:
         return next(key for key, known in self._loaders.items() if known is loader)

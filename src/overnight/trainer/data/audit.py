@@ -8,7 +8,6 @@ Nothing here needs torch, so that whoever reports on a trial can count without l
 """
 
 import json
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from overnight.trainer.checkpoint.place import CheckpointName, Place
 from overnight.trainer.data.entries import Declaration, Entry, RankRecord, Token, read_attempts
-
-_FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json")
-_CHECKPOINT = re.compile(r"step-(\d+)\.attempt-(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,9 @@ class Audit:
     """What the records of a trial say.
 
     Attributes:
-        expected: Samples that should have been consumed: epochs x samples per epoch, as the run declared them. Where it
-            did not (a run bounded by steps or seconds), every sample up to the furthest one recorded.
+        expected: Samples that should have been consumed: epochs x samples per epoch, as the run declared them, less
+            what it left on purpose. Where it declared nothing (a run bounded by steps or seconds), every sample up to
+            the furthest one recorded.
         recorded: Samples that the surviving lineage consumed, repeats included.
         repeated: How many of them were consumed before in the same epoch.
         skipped: Samples that should have been consumed and were not.
@@ -61,7 +59,13 @@ def audit(trial_dir: Path, *, checkpoints: Path | None = None, finished: bool = 
     declared = _newest_declarations(records)
     for name in declared:
         by_loader.setdefault(name, [])
-    counts = [_count(entries, declared.get(name), finished) for name, entries in by_loader.items()]
+    endings = _kept_endings(records, limits)
+    counts = [
+        _count(
+            entries, declared.get(name), {epoch: at for (one, epoch), at in endings.items() if one == name}, finished
+        )
+        for name, entries in by_loader.items()
+    ]
     return Audit(
         expected=sum(count.expected for count in counts),
         recorded=sum(count.recorded for count in counts),
@@ -82,17 +86,16 @@ class Fork:
 def read_forks(checkpoints: Path) -> dict[Token, Fork]:
     """The fork point of every token that claimed a checkpoint place. Unreadable fences are left out."""
     forks: dict[Token, Fork] = {}
-    for path in checkpoints.glob("fence-*.json"):
-        name = _FENCE.fullmatch(path.name)
-        if name is None:
-            continue
+    place = Place(checkpoints)
+    for token in place.tokens():
         try:
-            body = json.loads(path.read_bytes())
-            parent = _CHECKPOINT.fullmatch(str(body.get("parent")))
-            step = int(parent[1]) if parent else int(body["step"])
+            body = json.loads(place.fence_path(token).read_bytes())
+            parent = CheckpointName.parse(str(body.get("parent")))
+            step = parent.step if parent else int(body["step"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        forks[int(name[1]), int(name[2])] = Fork(step, (int(parent[2]), int(parent[3])) if parent else None)
+        forked_from = (parent.token.attempt, parent.token.generation) if parent else None
+        forks[token.attempt, token.generation] = Fork(step, forked_from)
     return forks
 
 
@@ -129,7 +132,18 @@ def _newest_declarations(records: list[RankRecord]) -> dict[str, Declaration]:
     return {name: declaration for name, (_, declaration) in newest.items()}
 
 
-def _count(entries: list[Entry], declared: Declaration | None, finished: bool) -> Audit:
+def _kept_endings(records: list[RankRecord], limits: dict[Token, float]) -> dict[tuple[str, int], int]:
+    """Where the surviving lineage left an epoch of a loader: the furthest such position per (loader, epoch)."""
+    furthest: dict[tuple[str, int], int] = {}
+    for record in records:
+        for ending in record.endings:
+            if ending.step <= limits.get(ending.token, -1):
+                key = ending.loader, ending.epoch
+                furthest[key] = max(furthest.get(key, 0), ending.position)
+    return furthest
+
+
+def _count(entries: list[Entry], declared: Declaration | None, endings: dict[int, int], finished: bool) -> Audit:
     epochs: dict[int, list[Entry]] = defaultdict(list)
     for entry in entries:
         epochs[entry.epoch].append(entry)
@@ -143,6 +157,8 @@ def _count(entries: list[Entry], declared: Declaration | None, finished: bool) -
         is_whole = (finished and declared.epochs is not None) or epoch < max(epochs, default=0)
         furthest = int(positions.max()) + 1 if len(positions) else 0
         due = declared.samples_per_epoch if is_whole and declared.samples_per_epoch is not None else furthest
+        if endings.get(epoch, -1) >= furthest:  # else a later attempt went on where an earlier one had left
+            due = endings[epoch]
         recorded += len(positions)
         distinct += num_distinct
         due_total += due

@@ -4,6 +4,7 @@ A file is a sequence of frames (see :mod:`overnight.trainer.data.frames`) whose 
 
 * ``S``: JSON, the start of a process: ``version rank world_size attempt generation``.
 * ``L``: JSON, a loader: ``id name epochs samples_per_epoch repeats``; the last one of a name counts.
+* ``B``: JSON, the script left a loader's epoch for good before its end: ``id epoch position step``.
 * ``U``: a micro-batch: loader id, step, epoch, position before the update, position of the first sample, count, width;
   then the indices as unsigned integers of ``width`` bytes, or with width 0 the first of consecutive ones.
 """
@@ -59,6 +60,25 @@ class Declaration:
     repeats: bool
 
 
+@dataclass(frozen=True)
+class Ending:
+    """Where the script left an epoch on purpose: by ``break``, or because the loop's time was over.
+
+    Attributes:
+        token: Who left it.
+        loader: The loader's name.
+        epoch: The epoch that was left, from 0.
+        position: Samples of it that all ranks had consumed; the rest is not wanted.
+        step: Updates complete by then.
+    """
+
+    token: Token
+    loader: str
+    epoch: int
+    position: int
+    step: int
+
+
 @dataclass
 class RankRecord:
     """Everything that one file says.
@@ -66,11 +86,13 @@ class RankRecord:
     Attributes:
         tokens: (attempt, generation) of each process that wrote to it, in order.
         declarations: Per token and loader name.
+        endings: Epochs that the script left early.
         entries: In the order in which they were handed out.
     """
 
     tokens: list[Token] = field(default_factory=list)
     declarations: dict[tuple[Token, str], Declaration] = field(default_factory=dict)
+    endings: list[Ending] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
 
@@ -88,6 +110,10 @@ def read_record(path: Path) -> RankRecord:
             names[body["id"]] = body["name"]
             declared = Declaration(body["epochs"], body["samples_per_epoch"], body["repeats"])
             record.declarations[record.tokens[-1], body["name"]] = declared
+        elif payload[:1] == b"B":
+            body = json.loads(payload[1:])
+            place = body["epoch"], body["position"], body["step"]
+            record.endings.append(Ending(record.tokens[-1], names[body["id"]], *place))
         elif payload[:1] == b"U":
             record.entries.append(_entry(payload, session, names))
     return record

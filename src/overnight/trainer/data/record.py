@@ -65,6 +65,18 @@ class SampleRecord:
         declared = {"name": name, "epochs": epochs, "samples_per_epoch": samples_per_epoch, "repeats": repeats}
         self._append_json(b"L", {"id": loader_id, **declared})
 
+    def leave(self, step: int, epoch: int, position: int, name: str = "main") -> None:
+        """Says that the rest of an epoch is not wanted, so that an audit does not miss it.
+
+        Args:
+            step: Updates complete.
+            epoch: The epoch that is left, from 0.
+            position: Samples of it that all ranks together have consumed.
+            name: The loader's name, declared before.
+        """
+        place = {"epoch": epoch, "position": position, "step": step}
+        self._append_json(b"B", {"id": self._loader_ids[name], **place})
+
     def append(self, step: int, batch: "MicroBatch", name: str = "main") -> None:
         """Notes a micro-batch that is handed to the training loop; padding is left out.
 
