@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,23 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overnight.core.enums import DirectiveAction
 from overnight.core.errors import BadInputError, CheckpointError
 from overnight.trainer import rng
 from overnight.trainer.boundary import Agreement, Leave, Policy, Signals, Wishes
 from overnight.trainer.checkpoint.place import write_atomic
 from overnight.trainer.checkpoint.reader import complain
-from overnight.trainer.checkpoint.saver import INTERNAL, Saver
-from overnight.trainer.checkpoint.writer import Author
-from overnight.trainer.data.loader import DataLoader, MicroBatch
-from overnight.trainer.data.record import SampleRecord
+from overnight.trainer.checkpoint.saver import INTERNAL
+from overnight.trainer.cursor import Cursor, Pending, Reader
+from overnight.trainer.data.loader import DataLoader
 from overnight.trainer.exits import Interrupted, Left, Stopped, Yielded
 from overnight.trainer.link import Link
 from overnight.trainer.loops import Loop, Loops
 from overnight.trainer.metrics import Metrics
+from overnight.trainer.orders import Orders
 from overnight.trainer.params import Params
 from overnight.trainer.phases import CATEGORIES, Ledger, Reached, seconds_since_launch
-from overnight.trainer.start import Inputs, Origin, claim_origin, join_group, pick_device, read_inputs
+from overnight.trainer.start import Inputs, claim_origin, join_group, make_saver, open_record, pick_device, read_inputs
 
 RUN = f"{INTERNAL}run"
 RNG = f"{INTERNAL}rng"
@@ -38,17 +36,6 @@ STATE = "state"
 
 MIN_GRACE_SECONDS = 5.0
 """With less than this left of a grace, :meth:`Run.check` leaves without waiting for the next boundary."""
-
-
-@dataclass
-class Pending:
-    """What was handed to the loop body and counts once the next is requested. ``batch`` is None in ``steps``."""
-
-    loop: Loop
-    loader: DataLoader | None = None
-    batch: MicroBatch | None = None
-    completes: bool = True
-    abandoned: bool = False
 
 
 class Run:
@@ -84,11 +71,7 @@ class Run:
         self._fresh = fresh
         self.seed = seed
         self._entered = False
-        self._pending: Pending | None = None
-        self._update: list[MicroBatch] = []
-        self._loaders: dict[str, DataLoader] = {}
         self._save_wanted = False
-        self._checkpoint_version = 0
         self._ready = False
         self._phase = ""
 
@@ -120,6 +103,7 @@ class Run:
         self.device = pick_device(environment)
         self._link = Link(environment.supervisor, self.rank, os.getpid())
         self._link.open()
+        self._orders = Orders(self._signals, self._link)
         self._metrics = Metrics(self._link, self._ledger)
         group, self._owns_group = join_group(environment, self.device)
         self._agreement = Agreement(group)
@@ -127,50 +111,29 @@ class Run:
         self.resumed = self._origin.restored is not None
         if self.rank == 0:
             self._link.send("/v1/forked", {"step": self._origin.parent.step if self._origin.parent else 0})
-        assert self._origin.environment.trial_dir is not None
-        self.trial_dir = self._origin.environment.trial_dir
-        self._saver = self._make_saver(self._origin)
-        self._restore_own_state()
+        self.trial_dir, self._attempt_dir = self._origin.trial_dir, self._origin.attempt_dir
+        self._saver = make_saver(self._origin, self.seed, self.device, self._keep, before_publish=self._flush)
         self.state = {}
         self._saver.track(STATE, self.state)
         self._reached = Reached(self.trial_dir, self._attempt_dir)
-        token = self._origin.token
-        self._record = SampleRecord(
-            self._attempt_dir,
-            rank=self.rank,
-            world_size=self.world_size,
-            attempt=token.attempt,
-            generation=token.generation,
-        )
+        self._record = open_record(self._origin)
+        self._restore_own_state()
         rng.seed_all(rng.derive(self.seed, "initial"))
         self._ledger.switch("compute")
 
-    def _make_saver(self, origin: Origin) -> Saver:
-        author = Author(
-            token=origin.token, parent=origin.parent, rank=self.rank, world_size=self.world_size, seed=self.seed
-        )
-        return Saver(
-            origin.place, author, origin.restored, self.device, self._keep, before_publish=lambda: self._flush()
-        )
-
     def _flush(self) -> None:
         """Whatever led to a checkpoint is known to the supervisor before the checkpoint is."""
-        self._metrics.flush(self._step, self._phase, everything=True)
+        self._metrics.flush(self._cursor.step, self._phase, everything=True)
         self._link.flush()
 
     def _restore_own_state(self) -> None:
         saved = self._origin.restored.state(RUN) if self._origin.restored is not None else None
-        self._step: int = saved["step"] if saved else 0
-        self._loader_states: dict[str, Any] = saved["loaders"] if saved else {}
+        self._first_step: int = saved["step"] if saved else 0
+        reader = Reader(self.rank, self.world_size, self.seed)
+        loader_states = saved["loaders"] if saved else {}
+        self._cursor = Cursor(reader, self._record, self._ledger, self._reached, self._first_step, loader_states)
         path = self._origin.restored.manifest.position["loops"] if self._origin.restored is not None else ()
         self._loops = Loops(saved["loops"] if saved else None, path)
-        self._first_step = self._step
-
-    @property
-    def _attempt_dir(self) -> Path:
-        folder = self._origin.environment.attempt_dir
-        assert folder is not None
-        return folder
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._ledger.switch("shutdown")
@@ -187,15 +150,15 @@ class Run:
 
     def _finish(self) -> None:
         """The end of a script that ran through: the last save is never skipped and its failure is the run's."""
-        self._settle()
+        self._cursor.settle()
         self._agreement.drain()
         if self._saver.tracks:
             self._save()
         if self.rank == 0:
-            final = {"step": self._step, "weights": self.fingerprint()}
+            final = {"step": self._cursor.step, "weights": self.fingerprint()}
             write_atomic(self._attempt_dir / "final.json", json.dumps(final).encode())
-        if self.resumed and self._step == self._first_step and self._origin.environment.alone and self.rank == 0:
-            complain(f"nothing was left to do after step {self._step}; --fresh starts anew")
+        if self.resumed and self._cursor.step == self._first_step and self._origin.environment.alone and self.rank == 0:
+            complain(f"nothing was left to do after step {self._cursor.step}; --fresh starts anew")
 
     def _report_error(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))[-20_000:]
@@ -205,7 +168,7 @@ class Run:
     def _close(self, *, clean: bool) -> None:
         try:
             self._record.close()
-            self._metrics.flush(self._step, "shutdown", everything=True)
+            self._metrics.flush(self._cursor.step, "shutdown", everything=True)
         except Exception:  # a failure of its own must not hide the error that ends the run
             if clean:
                 raise
@@ -267,11 +230,11 @@ class Run:
 
     def save(self) -> None:
         """Checkpoints: at once between batches, else at the next boundary. All ranks must call it."""
-        if self._in_body:
+        if self._cursor.in_body:
             self._save_wanted = True
         else:
             self._begin()
-            self._settle()
+            self._cursor.settle()
             self._save()
 
     def check(self) -> None:
@@ -280,12 +243,12 @@ class Run:
         Between loops it is a full boundary. Inside a loop's body the update is not finished, so nothing is saved here:
         a stop is obeyed at once, a yield only when waiting for the next boundary would outlast the grace.
         """
-        if not self._in_body:
+        if not self._cursor.in_body:
             self._begin()
-            self._settle()
+            self._cursor.settle()
             self._boundary()
             return
-        leave, remaining_seconds = self._asked()
+        leave, remaining_seconds = self._orders.leave()
         if leave is Leave.STOP or (leave is not Leave.NO and remaining_seconds < MIN_GRACE_SECONDS):
             self._leave(leave, save=False)
 
@@ -320,22 +283,17 @@ class Run:
     @property
     def step(self) -> int:
         """Updates done, counting the one that the loop's body is at: 1 in the first update, and so on."""
-        pending = self._pending
-        return self._step + (pending is not None and (pending.completes or not pending.abandoned))
+        return self._cursor.shown_step
 
     @property
     def update_now(self) -> bool:
         """Whether the current batch is the last micro-batch of its update."""
-        return self._pending is None or self._pending.completes
+        return self._cursor.completes
 
     @property
     def accumulate(self) -> int:
         """Micro-batches per update on each rank."""
-        return self._pending.batch.accumulate if self._pending is not None and self._pending.batch is not None else 1
-
-    @property
-    def _in_body(self) -> bool:
-        return self._pending is not None and not self._pending.abandoned
+        return self._cursor.batch.accumulate if self._cursor.batch is not None else 1
 
     # -- loops ------------------------------------------------------------------------------------------------------
 
@@ -364,34 +322,21 @@ class Run:
     def _iterate_batches(
         self, loader: DataLoader, epochs: int | None, seconds: float | None, name: str
     ) -> Iterator[Any]:
-        self._settle()
+        self._cursor.settle()
         with self._loops.enter(name, "batches") as loop:
             if loop.state["done"]:
                 return
-            self._bind(loader)
+            self._cursor.bind(loader)
             if loop.state["first_epoch"] is None:
                 if loader.position:  # an earlier loop left this epoch early
                     loader.seek(loader.epoch + 1, 0)
                 loop.state["first_epoch"] = loader.epoch
             last = None if epochs is None else loop.state["first_epoch"] + epochs
-            self._declare(loader, last)
+            self._cursor.declare(loader, last)
             self._at_entry()
             while last is None or loader.epoch < last:
                 if (yield from self._rest_of_epoch(loop, loader, seconds)):
                     break
-
-    def _declare(self, loader: DataLoader, epochs: int | None) -> None:
-        """Tells the sample record what to expect; None when something else than the data ends the loop."""
-        self._record.declare(
-            self._key_of(loader), epochs=epochs, samples_per_epoch=loader.samples_per_epoch, repeats=loader.repeats
-        )
-
-    def _leave_epoch(self, loader: DataLoader, batch: MicroBatch, *, consumed: bool) -> None:
-        """Tells the sample record that nothing behind ``batch`` is wanted of its epoch and of this loop."""
-        position = batch.end if consumed else batch.position
-        self._declare(loader, batch.epoch + (position > 0))
-        if position:
-            self._record.leave(self._step, batch.epoch, position, self._key_of(loader))
 
     def _rest_of_epoch(self, loop: Loop, loader: DataLoader, seconds: float | None) -> Generator[Any, None, bool]:
         """The batches up to the end of the epoch; returns whether the loop's time is over."""
@@ -413,7 +358,7 @@ class Run:
             ended = self._boundary(epoch_end=loader.epoch != epoch and not self._loops.inside("epochs"), over=over)
             if seconds is not None and ended == loop.number:
                 loop.state["done"] = True
-                self._leave_epoch(loader, batch, consumed=True)
+                self._cursor.leave_epoch(loader, batch, consumed=True)
                 return True
             since = time.monotonic()
         if loader.epoch == epoch:
@@ -422,16 +367,16 @@ class Run:
 
     def steps(self, n: int, *, name: str = "steps") -> Iterator[int]:
         """A loop of ``n`` updates without a loader; yields :attr:`step`. A boundary lies behind each."""
-        self._settle()
+        self._cursor.settle()
         with self._loops.enter(name, "steps") as loop:
             self._at_entry()
             while loop.state["count"] < n and not loop.state["done"]:
-                yield from self._hand_out(Pending(loop), self._step + 1)
+                yield from self._hand_out(Pending(loop), self._cursor.step + 1)
                 self._boundary()
 
     def epochs(self, n: int, *, name: str = "epochs") -> Iterator[int]:
         """A loop around other loops; yields 0 to ``n - 1``. A boundary, and the end of an epoch, lies behind each."""
-        self._settle()
+        self._cursor.settle()
         with self._loops.enter(name, "epochs") as loop:
             while loop.state["count"] < n and not loop.state["done"]:
                 self._at_entry()
@@ -441,68 +386,13 @@ class Run:
                     loop.state["done"] = True
                     raise
                 self._begin()
-                self._settle()
+                self._cursor.settle()
                 loop.next_round()
                 self._boundary(epoch_end=True)
 
     def _hand_out(self, pending: Pending, value: Any) -> Generator[Any, None, None]:
-        """Gives one value to the loop's body. It counts when the body asks for more, or when the script goes on after a
-        ``break``; not when an exception leaves the run."""
         self._begin()
-        self._pending = pending
-        self._ledger.switch("recomputed" if self._step < self._reached.step else "compute")
-        try:
-            yield value
-        except GeneratorExit:
-            pending.abandoned = True
-            pending.loop.state["done"] = True
-            raise
-        self._settle()
-
-    def _settle(self) -> None:
-        """Counts what was handed out as consumed."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        if pending.batch is not None:
-            # an unfinished update is remembered without its data, which may be large
-            self._update.append(pending.batch if pending.completes else replace(pending.batch, data=None))
-        if not pending.completes:
-            if pending.abandoned:  # the update was never finished: its micro-batches come again
-                self._update.clear()
-                self._left(pending)
-            return
-        self._step += 1
-        self._ledger.count("updates")
-        if pending.batch is None or pending.loader is None:
-            pending.loop.state["count"] += 1
-            return
-        for batch in self._update:
-            self._record.append(self._step - 1, batch, self._key_of(pending.loader))
-        self._update.clear()
-        if pending.loader.ack == "auto":
-            pending.loader.seek(pending.batch.epoch, pending.batch.end)
-        self._left(pending)
-
-    def _left(self, pending: Pending) -> None:
-        """Notes a ``break``, now that the script went on behind it: an exception would not have come here."""
-        if pending.abandoned and pending.loader is not None and pending.batch is not None:
-            self._leave_epoch(pending.loader, pending.batch, consumed=pending.completes)
-
-    def _key_of(self, loader: DataLoader) -> str:
-        return next(key for key, known in self._loaders.items() if known is loader)
-
-    def _bind(self, loader: DataLoader) -> None:
-        if any(known is loader for known in self._loaders.values()):
-            return
-        key, number = loader.name, 1
-        while key in self._loaders:
-            number += 1
-            key = f"{loader.name}~{number}"
-        loader.bind(rank=self.rank, world_size=self.world_size, seed=self.seed)
-        if key in self._loader_states:
-            loader.load_state_dict(self._loader_states[key])
-        self._loaders[key] = loader
+        yield from self._cursor.hand_out(pending, value)
 
     def _at_entry(self) -> None:
         """Where a loop is entered: a resumed run is back at its place if these very loops were open at the save."""
@@ -519,7 +409,7 @@ class Run:
         elif restored.manifest.world_size == self.world_size:
             rng.restore(restored.state(RNG))
         else:
-            rng.rederive(self.seed, self._step, self.rank)
+            rng.rederive(self.seed, self._cursor.step, self.rank)
         for name in self._saver.missing() if self.rank == 0 else []:
             complain(f"{name!r} is in {restored.manifest.name if restored else ''}, but this run does not track it")
         self._ready = True
@@ -528,55 +418,36 @@ class Run:
 
     def _boundary(self, *, epoch_end: bool = False, over: bool = False) -> int:
         """Between two updates: agree, leave, save, send. Returns the number of the loop whose time is over."""
-        leave, _ = self._asked()
+        leave, _ = self._orders.leave()
         number = self._loops.innermost.number if over else 0
-        agreed = self._agreement.exchange(Wishes(leave, int(self._wants_save()), number))
-        due = self._policy.due_by_count(self._step, epoch_end=epoch_end) and self._saver.tracks
+        timed = self.rank == 0 and self._saver.tracks and self._policy.due_by_time()
+        agreed = self._agreement.exchange(Wishes(leave, int(self._orders.take_save() or timed), number))
+        due = self._policy.due_by_count(self._cursor.step, epoch_end=epoch_end) and self._saver.tracks
         if agreed.leave:
             self._leave(Leave(agreed.leave), save=agreed.leave != Leave.STOP)
         if agreed.save or due or self._save_wanted:
             self._save()
-        if self._metrics.flush(self._step, self._phase):
+        if self._metrics.flush(self._cursor.step, self._phase):
             self._record.flush()
             if self.rank == 0:
-                self._reached.note(self._step)
+                self._reached.note(self._cursor.step)
         return agreed.over
-
-    def _wants_save(self) -> bool:
-        directive = self._link.directive
-        asked = directive.action is DirectiveAction.CHECKPOINT and directive.version > self._checkpoint_version
-        if asked:
-            self._checkpoint_version = directive.version
-        return asked or (self.rank == 0 and self._saver.tracks and self._policy.due_by_time())
-
-    def _asked(self) -> tuple[Leave, float]:
-        """Whether this rank was told to leave, and the seconds of grace that remain."""
-        leave, since, grace_seconds = self._signals.leave, self._signals.received, 30.0
-        directive = self._link.directive
-        if directive.action in (DirectiveAction.YIELD, DirectiveAction.STOP):
-            told = Leave.STOP if directive.action is DirectiveAction.STOP else Leave.YIELD
-            leave, since, grace_seconds = max(leave, told), directive.received, directive.grace_seconds
-        return leave, grace_seconds - (time.monotonic() - since if since is not None else 0.0)
 
     def _save(self) -> None:
         self._save_wanted = False
         started = time.monotonic()
         with self._ledger.within("checkpoint"):
-            internal = {RUN: self._own_state(), RNG: rng.capture()}
-            places = {key: {"epoch": one.epoch, "position": one.position} for key, one in self._loaders.items()}
-            position = {"loops": self._loops.path, "loaders": places}
+            own = {"step": self._cursor.step, "loops": self._loops.export(), "loaders": self._cursor.loader_states()}
+            internal = {RUN: own, RNG: rng.capture()}
+            position = {"loops": self._loops.path, "loaders": self._cursor.places()}
             self._record.flush()
-            manifest = self._saver.commit(self._saver.stage(self._step, internal, position))
+            manifest = self._saver.commit(self._saver.stage(self._cursor.step, internal, position))
         self._policy.saved(time.monotonic() - started)
         if manifest is not None:
             self._ledger.count("saves")
             self._ledger.count("bytes_staged", manifest.num_bytes)
             uri = str(self._origin.place.path(manifest.name))
-            self._link.send("/v1/checkpoint", {"step": self._step, "uri": uri, "bytes": manifest.num_bytes})
-
-    def _own_state(self) -> dict[str, Any]:
-        live = {key: loader.state_dict() for key, loader in self._loaders.items()}
-        return {"step": self._step, "loops": self._loops.export(), "loaders": {**self._loader_states, **live}}
+            self._link.send("/v1/checkpoint", {"step": self._cursor.step, "uri": uri, "bytes": manifest.num_bytes})
 
     def _leave(self, leave: Leave, *, save: bool) -> None:
         """Leaves by an exception, after a save where one is wanted and possible.
@@ -593,12 +464,11 @@ class Run:
             except CheckpointError as error:
                 complain(f"leaving without a save: {error}")
         kind = {Leave.STOP: Stopped, Leave.INTERRUPT: Interrupted}.get(leave, Yielded)
-        reason = self._link.directive.reason
-        self._link.send("/v1/leaving", {"why": kind.why, "saved": saved, "step": self._step})
+        self._link.send("/v1/leaving", {"why": kind.why, "saved": saved, "step": self._cursor.step})
         if self.rank == 0 and self._origin.environment.alone:
             where = f"; the same command goes on from there ({self._origin.place})" if saved else ""
-            complain(f"left at step {self._step}{where}")
-        raise kind(self._step, saved=saved, reason=reason)
+            complain(f"left at step {self._cursor.step}{where}")
+        raise kind(self._cursor.step, saved=saved, reason=self._orders.reason)
 
 
 def _is_success(error: BaseException) -> bool:

@@ -17,6 +17,9 @@ from overnight.trainer.checkpoint.fence import claim, next_attempt
 from overnight.trainer.checkpoint.manifest import Manifest, versions
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
 from overnight.trainer.checkpoint.reader import Restored, complain, newest_good
+from overnight.trainer.checkpoint.saver import Saver
+from overnight.trainer.checkpoint.writer import Author
+from overnight.trainer.data.record import SampleRecord
 from overnight.trainer.environment import ALONE_ROOT, Environment, read_environment, script_name
 from overnight.trainer.params import Params, from_json, parse_flags, resolve
 
@@ -51,6 +54,18 @@ class Origin:
     token: Token
     parent: CheckpointName | None
     restored: Restored | None
+
+    @property
+    def trial_dir(self) -> Path:
+        """Persistent folder of the trial."""
+        assert self.environment.trial_dir is not None
+        return self.environment.trial_dir
+
+    @property
+    def attempt_dir(self) -> Path:
+        """Folder of this attempt."""
+        assert self.environment.attempt_dir is not None
+        return self.environment.attempt_dir
 
 
 def read_inputs(defaults: dict[str, Any], fresh: bool) -> Inputs:
@@ -157,6 +172,32 @@ def from_rank_zero(decide: Callable[[], dict[str, Any]], group: dist.ProcessGrou
         raise from_dict(box[0]["error"])
     value: dict[str, Any] = box[0]["value"]
     return value
+
+
+def make_saver(
+    origin: Origin, seed: int, device: torch.device, keep: int, *, before_publish: Callable[[], None]
+) -> Saver:
+    """The saver of this rank; ``before_publish`` is called on rank 0 before a checkpoint can be seen."""
+    environment = origin.environment
+    rank, world_size = environment.rank, environment.world_size
+    author = Author(token=origin.token, parent=origin.parent, rank=rank, world_size=world_size, seed=seed)
+    return Saver(origin.place, author, origin.restored, device, keep, before_publish=before_publish)
+
+
+def open_record(origin: Origin) -> SampleRecord:
+    """This rank's sample record in the folder of the attempt.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    environment, token = origin.environment, origin.token
+    return SampleRecord(
+        origin.attempt_dir,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        attempt=token.attempt,
+        generation=token.generation,
+    )
 
 
 def _tell_resumed(place: Place, manifest: Manifest, world_size: int) -> None:

@@ -1,0 +1,179 @@
+"""What the script was given and what of it counts: updates, samples, and where each loader is.
+
+A batch counts as consumed when the next one is requested, or when the script goes on after a ``break``; not when an
+exception leaves the run. So what was handed out last stays pending until one of these is known.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overnight.trainer.data.loader import DataLoader, MicroBatch
+from overnight.trainer.data.record import SampleRecord
+from overnight.trainer.loops import Loop
+from overnight.trainer.phases import Ledger, Reached
+
+
+@dataclass
+class Pending:
+    """What was handed to a loop's body last.
+
+    Attributes:
+        loop: The loop.
+        loader: Where the batch came from; None in ``steps``.
+        batch: None in ``steps``.
+        completes: Whether the update is complete with it.
+        abandoned: Whether the loop was left by ``break`` or by an exception; which of them, time will tell.
+    """
+
+    loop: Loop
+    loader: DataLoader | None = None
+    batch: MicroBatch | None = None
+    completes: bool = True
+    abandoned: bool = False
+
+
+@dataclass(frozen=True)
+class Reader:
+    """As whom loaders are read: by which rank of how many, under which seed."""
+
+    rank: int
+    world_size: int
+    seed: int
+
+
+class Cursor:
+    """Counts updates and samples, and writes down which samples they were.
+
+    Args:
+        reader: For every loader.
+        record: The attempt's sample record.
+        ledger: Gets the time in the loop's body and the number of updates.
+        reached: Tells recomputed from new updates.
+        step: Updates done before.
+        loader_states: Saved states of loaders by name, for those that come.
+
+    Attributes:
+        step: Updates done.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        record: SampleRecord,
+        ledger: Ledger,
+        reached: Reached,
+        step: int,
+        loader_states: dict[str, Any],
+    ) -> None:
+        self.step = step
+        self._reader = reader
+        self._record = record
+        self._ledger = ledger
+        self._reached = reached
+        self._loader_states = loader_states
+        self._loaders: dict[str, DataLoader] = {}
+        self._pending: Pending | None = None
+        self._update: list[MicroBatch] = []
+
+    @property
+    def shown_step(self) -> int:
+        """Updates done, counting the one that the loop's body is at."""
+        pending = self._pending
+        return self.step + (pending is not None and (pending.completes or not pending.abandoned))
+
+    @property
+    def completes(self) -> bool:
+        """Whether what the body has is the last part of its update."""
+        return self._pending is None or self._pending.completes
+
+    @property
+    def batch(self) -> MicroBatch | None:
+        """The micro-batch that the body has, if it has one."""
+        return self._pending.batch if self._pending is not None else None
+
+    @property
+    def in_body(self) -> bool:
+        """Whether the script is inside the body of a loop."""
+        return self._pending is not None and not self._pending.abandoned
+
+    def bind(self, loader: DataLoader) -> None:
+        """Takes a loader into the run, at its saved place if there is one; a second time does nothing.
+
+        Raises:
+            DatasetChangedError: The data is not what it was at the save.
+            IndivisibleBatchError: The global batch does not divide by the number of ranks.
+        """
+        if any(known is loader for known in self._loaders.values()):
+            return
+        key, number = loader.name, 1
+        while key in self._loaders:
+            number += 1
+            key = f"{loader.name}~{number}"
+        loader.bind(rank=self._reader.rank, world_size=self._reader.world_size, seed=self._reader.seed)
+        if key in self._loader_states:
+            loader.load_state_dict(self._loader_states[key])
+        self._loaders[key] = loader
+
+    def declare(self, loader: DataLoader, epochs: int | None) -> None:
+        """Tells the sample record what to expect; None when something else than the data ends the loop."""
+        key, repeats = self._key_of(loader), loader.repeats
+        self._record.declare(key, epochs=epochs, samples_per_epoch=loader.samples_per_epoch, repeats=repeats)
+
+    def leave_epoch(self, loader: DataLoader, batch: MicroBatch, *, consumed: bool) -> None:
+        """Tells the sample record that nothing behind ``batch`` is wanted of its epoch and of its loop."""
+        position = batch.end if consumed else batch.position
+        self.declare(loader, batch.epoch + (position > 0))
+        if position:
+            self._record.leave(self.step, batch.epoch, position, self._key_of(loader))
+
+    def hand_out(self, pending: Pending, value: Any) -> Generator[Any, None, None]:
+        """Gives one value to the loop's body."""
+        self._pending = pending
+        self._ledger.switch("recomputed" if self.step < self._reached.step else "compute")
+        try:
+            yield value
+        except GeneratorExit:
+            pending.abandoned = True
+            pending.loop.state["done"] = True
+            raise
+        self.settle()
+
+    def settle(self) -> None:
+        """Counts what was handed out as consumed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.batch is not None:
+            # an unfinished update is remembered without its data, which may be large
+            self._update.append(pending.batch if pending.completes else replace(pending.batch, data=None))
+        if pending.completes:
+            self._count(pending)
+        elif pending.abandoned:  # the update was never finished: its micro-batches come again
+            self._update.clear()
+        if pending.abandoned and pending.loader is not None and pending.batch is not None:
+            # a break, since the script went on behind it: an exception would not have come here
+            self.leave_epoch(pending.loader, pending.batch, consumed=pending.completes)
+
+    def _count(self, pending: Pending) -> None:
+        self.step += 1
+        self._ledger.count("updates")
+        if pending.batch is None or pending.loader is None:
+            pending.loop.state["count"] += 1
+            return
+        for batch in self._update:
+            self._record.append(self.step - 1, batch, self._key_of(pending.loader))
+        self._update.clear()
+        if pending.loader.ack == "auto":
+            pending.loader.seek(pending.batch.epoch, pending.batch.end)
+
+    def places(self) -> dict[str, dict[str, int]]:
+        """Epoch and position of each loader, for a manifest's readers."""
+        return {key: {"epoch": one.epoch, "position": one.position} for key, one in self._loaders.items()}
+
+    def loader_states(self) -> dict[str, Any]:
+        """The states of all loaders, those that have not come yet included."""
+        return {**self._loader_states, **{key: loader.state_dict() for key, loader in self._loaders.items()}}
+
+    def _key_of(self, loader: DataLoader) -> str:
+        return next(key for key, known in self._loaders.items() if known is loader)
