@@ -10,6 +10,7 @@ what happened and a ``hint`` that says what to do next::
     │   ├── NotFoundError            no such experiment, trial, device …
     │   ├── UnsatisfiableError       no node could ever give what the trial asks for
     │   ├── ScriptError              the script is missing or does not parse
+    │   ├── RanksDisagreeError       the ranks of a gang did not do the same
     │   ├── BodyTooLargeError        more bytes in one call than the server takes
     │   └── RefusedError             a rule of the house says no (budget, policy)
     ├── ConflictError            the world moved on
@@ -109,6 +110,12 @@ class ScriptError(BadInputError):
     """The script is missing, unreadable or does not parse."""
 
     code = "script"
+
+
+class RanksDisagreeError(BadInputError):
+    """The ranks of a gang logged different things or are at different places of the script."""
+
+    code = "ranks_disagree"
 
 
 class BodyTooLargeError(BadInputError):
