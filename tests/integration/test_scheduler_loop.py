@@ -309,6 +309,31 @@ async def test_a_silent_attempt_ends_after_a_whole_period(house: House) -> None:
     assert attempt.lease_state is LeaseState.RELEASING, "its node has not said that it is clean"
 
 
+async def test_a_launch_may_outlast_a_lease_while_its_node_speaks(house: House) -> None:
+    slow, stuck = house.propose(1), house.propose(2)
+    await house.tick()
+    for _ in range(200):
+        house.report()
+        await house.tick(seconds=1)
+    assert house.state(slow) is TrialState.STARTING, "a slow import is no death"
+    house.running(slow)
+    for second in range(150):
+        house.beat(slow, second)
+        house.report()
+        await house.tick(seconds=1)
+    assert house.state(slow) is TrialState.RUNNING
+    attempt = house.trial(stuck).attempts[0]
+    assert (attempt.outcome, attempt.cause) == (Outcome.VANISHED, "it was not launched in time")
+
+
+async def test_a_launch_on_a_silent_node_ends_after_one_period(house: House) -> None:
+    trial_id = house.propose(1)
+    await house.tick()
+    for _ in range(40):
+        await house.tick(seconds=1)
+    assert house.trial(trial_id).attempts[0].outcome is Outcome.VANISHED
+
+
 async def test_after_a_pause_of_its_own_a_whole_period_passes_first(house: House) -> None:
     trial_id = house.propose(1)
     await house.tick()

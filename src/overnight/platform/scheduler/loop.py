@@ -49,6 +49,8 @@ KILL_MARGIN_SECONDS = 15.0
 BIND_MARGIN_SECONDS = 60.0
 """How much longer than the grace freed devices are kept for a pre-emptor."""
 MAX_RETRY_SECONDS = 5.0
+LAUNCH_SECONDS = 300.0
+"""Longest launch: a node waits up to 2 minutes for a warm process, and a cold one imports torch from a slow disk."""
 _RELEVANT = ("trials", "trial:", "attempts", "leases", "device:", "nodes")
 """Beginnings of the topics to listen to. A lease touches ``devices`` too; only ``device:ID`` is about a state."""
 _OUT_OF_SERVICE = frozenset({DeviceState.QUARANTINED})
@@ -84,6 +86,7 @@ class SchedulerLoop:
         self._facts = Facts()
         self._leadership = Leadership(f"{socket.gethostname()}:{settings.home}", settings.lease_seconds)
         self._leases = SilenceWatch(settings.lease_seconds)
+        self._launches = SilenceWatch(max(settings.lease_seconds, LAUNCH_SECONDS))
         self._nodes = SilenceWatch(settings.lease_seconds)
         self._overdue_at: dict[str, float] = {}
         self._kills: dict[str, str] = {}
@@ -234,15 +237,21 @@ class SchedulerLoop:
             return
         self._looks_at = now + self._settings.heartbeat_seconds
         with self._store.read() as conn:
-            live = {a.id: a for a in attempts.live(conn)}
-            connected = {node.id: node for node in nodes.list_(conn) if node.connected}
-        beating = {a.id: (a.heartbeat, a.acked) for a in live.values() if a.ended_at is None}
+            live = {a.id: a for a in attempts.live(conn) if a.ended_at is None}
+            known = {node.id: node for node in nodes.list_(conn)}
+        connected = {node.id: node.seen_at for node in known.values() if node.connected}
         seconds = self._settings.lease_seconds
-        for node_id in self._nodes.look({node.id: node.seen_at for node in connected.values()}, now):
-            _log.warning("node %s has been silent for %g s", connected[node_id].name, seconds)
+        for node_id in self._nodes.look(connected, now):
+            _log.warning("node %s has been silent for %g s", known[node_id].name, seconds)
             await self._store.awrite(lambda conn, node_id=node_id: self._lose(conn, node_id))  # type: ignore[misc]
-        for attempt_id in self._leases.look(beating, now):
-            cause = f"no sign of life for {seconds:g} s"
+        # Until its supervisor speaks, its node speaks for a launch: a first import may outlast a lease.
+        beating = {
+            a.id: (a.heartbeat, a.acked, None if a.started_at else known[a.node_id].seen_at) for a in live.values()
+        }
+        launching = {a.id: a.heartbeat for a in live.values() if a.started_at is None}
+        causes = dict.fromkeys(self._launches.look(launching, now), "it was not launched in time")
+        causes |= dict.fromkeys(self._leases.look(beating, now), f"no sign of life for {seconds:g} s")
+        for attempt_id, cause in causes.items():
             await self._store.awrite(
                 lambda conn, attempt_id=attempt_id, cause=cause: conclude(  # type: ignore[misc]
                     conn, attempt_id=attempt_id, now=self._clock.now(), vanished=cause, actor=ACTOR
