@@ -1,0 +1,114 @@
+"""SIGKILL for every kind of process of a house, at random moments: each trial ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from house_lab import PRINTED, House, running_house, wait_for
+
+from overnight.core.enums import TrialState
+from overnight.core.models.api import Trial
+from overnight.core.states import END_STATES
+from overnight.platform.node.held import signal_process
+
+VICTIMS = ("rank", "supervisor", "node", "zygote", "server")
+PLAIN_HITS = 2
+"""A script that saves nothing makes no progress that counts, and its backoff grows fast: it is hit no more often."""
+
+
+class Killer:
+    """Kills by a seeded schedule until each kind has had its share, or no trial is left to be disturbed."""
+
+    def __init__(self, house: House, seed: int, each: int, spared: str) -> None:
+        self.house = house
+        self.dice = random.Random(seed)
+        self.pending = [victim for victim in VICTIMS for _ in range(each)]
+        self.dice.shuffle(self.pending)
+        self.done: Counter[str] = Counter()
+        self._spared = spared
+        self._plain_hits = 0
+
+    def strike(self) -> None:
+        """One kill, after a random pause. What cannot be found just now is put off."""
+        time.sleep(self.dice.uniform(0.1, 0.6))  # the moment is the test's input, not a wait for something
+        victim = self.pending.pop()
+        if self._kill(victim):
+            self.done[victim] += 1
+        else:
+            self.pending.insert(0, victim)
+
+    def _kill(self, victim: str) -> bool:
+        if victim in ("rank", "supervisor"):
+            return self._kill_worker(victim)
+        pids = self.house.zygotes() if victim == "zygote" else [self.house.pid(victim)]
+        for pid in pids:
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        return bool(pids) and None not in pids
+
+    def _kill_worker(self, victim: str) -> bool:
+        running = [t for t in self.house.client.trials(limit=500).items if t.state is TrialState.RUNNING]
+        if self._plain_hits >= PLAIN_HITS:
+            running = [t for t in running if t.id != self._spared]
+        if not running:
+            return False
+        trial = self.dice.choice(sorted(running, key=lambda t: t.number))
+        self._plain_hits += trial.id == self._spared
+        pids = self.house.pids(trial)
+        signal_process(pids["supervisor"] if victim == "supervisor" else pids["ranks"][0], signal.SIGKILL)
+        return True
+
+
+def play(root: Path, *, seed: int, num_trials: int, each: int) -> None:
+    """The whole scene: trials, kills, and then all that must be true."""
+    with running_house(root, "fake:4") as house:
+        plain = house.submit("plain.py", {"start": 0.37}, objective=PRINTED)
+        configs = [({"lr": 0.01 * (i + 1), "width": 4 + i}, i) for i in range(num_trials - 1)]
+        trained = [house.submit(params=params, seed=seed) for params, seed in configs]
+        killer = Killer(house, seed, each, plain)
+        wait_for(lambda: any(t.state is TrialState.RUNNING for t in house.client.trials(limit=500).items), "it runs")
+        while killer.pending and not all(t.state in END_STATES for t in house.client.trials(limit=500).items):
+            killer.strike()
+        trials = house.completed([plain, *trained])
+        assert not killer.pending, f"the trials ended too soon: {killer.pending} not killed"
+        twins = house.completed([house.submit(params={**params, "pause": 0.0}, seed=seed) for params, seed in configs])
+        check(house, trials, twins, killer)
+
+
+def check(house: House, trials: list[Trial], twins: list[Trial], killer: Killer) -> None:
+    """Each trial did its work exactly once, whatever was killed."""
+    by_state = house.client.status().trials_by_state
+    assert {state for state, count in by_state.items() if count} == {TrialState.COMPLETED}
+    house.check_leases()
+    house.check_ends([*trials, *twins])
+    plain, *trained = trials
+    assert plain.value == pytest.approx(expected_print(0.37, 100), abs=1e-9)
+    for trial, twin in zip(trained, twins, strict=True):
+        assert twin.attempts_made == 1, house.story(twin)
+        house.check_training(trial)
+        assert house.weights(trial) == house.weights(twin), house.story(trial)
+        assert trial.value == twin.value is not None
+    assert sum(trial.attempts_made - 1 for trial in trials) >= 1, f"nothing was interrupted by {killer.done}"
+    house.check_mlflow([*trials, *twins])
+
+
+def expected_print(value: float, steps: int) -> float:
+    """What plain.py computes."""
+    for _ in range(steps):
+        value = 3.9 * value % 1.0
+    return value
+
+
+def test_every_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
+    play(tmp_path, seed=1, num_trials=16, each=3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_every_process_may_be_killed_for_long(tmp_path: Path, seed: int) -> None:
+    play(tmp_path, seed=seed, num_trials=120, each=30)
