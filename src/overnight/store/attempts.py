@@ -27,6 +27,46 @@ _LEASES = models.leases
 _HELD = models.lease_devices
 _LEASABLE = frozenset({DeviceState.HEALTHY, DeviceState.SUSPECT, DeviceState.PROBATION})
 
+# Built once, here and wherever a trial's start and end pass: building a statement costs as much as executing it.
+_ONE = sa.select(_TABLE).where(_TABLE.c.id == sa.bindparam("which"))
+_UPDATE = sa.update(_TABLE).where(_TABLE.c.id == sa.bindparam("which"))
+_INSERT = sa.insert(_TABLE)
+_INSERT_LEASE = sa.insert(_LEASES)
+_INSERT_HELD = sa.insert(_HELD)
+_OF_TRIAL = sa.select(_TABLE).where(_TABLE.c.trial_id == sa.bindparam("trial")).order_by(_TABLE.c.number)
+_LEASE_STATES = sa.select(_LEASES.c.attempt_id, _LEASES.c.state).where(
+    _LEASES.c.attempt_id.in_(sa.bindparam("attempts", expanding=True))
+)
+_DEVICES = (
+    sa.select(_HELD.c.attempt_id, _HELD.c.device_id)
+    .join(models.devices, models.devices.c.id == _HELD.c.device_id)
+    .where(_HELD.c.attempt_id.in_(sa.bindparam("attempts", expanding=True)))
+    .order_by(models.devices.c.node_id, models.devices.c.index)
+)
+_LIVE = (
+    sa.select(_TABLE, _LEASES.c.state.label("lease_state"), _LEASES.c.heartbeat)
+    .join(_LEASES, _LEASES.c.attempt_id == _TABLE.c.id)
+    .where(_LEASES.c.state != LeaseState.CLEAN.value)
+    .order_by(_TABLE.c.created_at, _TABLE.c.id)
+)
+_LIVE_ON_NODE = _LIVE.where(_TABLE.c.node_id == sa.bindparam("node"))
+_STANDING = sa.select(_TABLE.c.ended_at, _TABLE.c.directive).where(_TABLE.c.id == sa.bindparam("which"))
+_EXIT = sa.select(_TABLE.c.exit).where(_TABLE.c.id == sa.bindparam("which"))
+_BEAT = (
+    sa.update(_LEASES)
+    .where(_LEASES.c.attempt_id == sa.bindparam("which"))
+    .values(heartbeat=sa.bindparam("counter", type_=_LEASES.c.heartbeat.type))
+)
+_MOVE_LEASE = sa.update(_LEASES).where(
+    _LEASES.c.attempt_id == sa.bindparam("which"), _LEASES.c.state.in_(sa.bindparam("before", expanding=True))
+)
+_FREE = sa.update(_HELD).where(_HELD.c.attempt_id == sa.bindparam("which")).values(clean=1).returning(_HELD.c.device_id)
+_TO_LEASE = (
+    sa.select(models.devices.c.id, models.devices.c.node_id, models.devices.c.state, models.devices.c.cause)
+    .where(models.devices.c.id.in_(sa.bindparam("devices", expanding=True)))
+    .with_for_update()
+)
+
 
 @dataclass(frozen=True)
 class LiveAttempt:
@@ -104,9 +144,9 @@ def begin(
         "exit_codes": [],
         "directive": INITIAL,
     }
-    conn.execute(sa.insert(_TABLE), values)
+    conn.execute(_INSERT, values)
     lease = {"attempt_id": attempt_id, "state": LeaseState.ACTIVE.value, "created_at": now}
-    conn.execute(sa.insert(_LEASES), lease)
+    conn.execute(_INSERT_LEASE, lease)
     _lease(conn, attempt_id, device_ids)
     touch(conn, "attempts", "devices", f"attempt:{attempt_id}", f"node:{node_id}")
     return get(conn, attempt_id)
@@ -115,9 +155,7 @@ def begin(
 def _require_leasable(conn: sa.Connection, node_id: str, device_ids: Sequence[str]) -> None:
     if not device_ids or len(set(device_ids)) != len(device_ids):
         raise ConflictError(f"an attempt needs distinct devices, not {list(device_ids)}")
-    table = models.devices
-    query = sa.select(table.c.id, table.c.node_id, table.c.state, table.c.cause).where(table.c.id.in_(device_ids))
-    found = {row.id: row for row in conn.execute(query.with_for_update())}
+    found = {row.id: row for row in conn.execute(_TO_LEASE, {"devices": list(device_ids)})}
     for device_id in device_ids:
         device = found.get(device_id)
         if device is None or device.node_id != node_id:
@@ -129,7 +167,7 @@ def _require_leasable(conn: sa.Connection, node_id: str, device_ids: Sequence[st
 def _lease(conn: sa.Connection, attempt_id: str, device_ids: Sequence[str]) -> None:
     rows = [{"attempt_id": attempt_id, "device_id": device_id, "clean": 0} for device_id in device_ids]
     try:
-        conn.execute(sa.insert(_HELD), rows)
+        conn.execute(_INSERT_HELD, rows)
     except sa.exc.IntegrityError as error:
         raise ConflictError(
             f"one of {', '.join(device_ids)} is leased to another attempt", devices=list(device_ids)
@@ -191,7 +229,7 @@ def end(
         "exit_codes": list(exit_codes),
         "error": dumped,
     }
-    conn.execute(sa.update(_TABLE).where(_TABLE.c.id == attempt_id).values(values))
+    conn.execute(_UPDATE, {"which": attempt_id, **values})
     release(conn, attempt_id=attempt_id, now=now)
     touch(conn, "attempts", f"attempt:{attempt_id}", f"node:{row.node_id}")
 
@@ -231,8 +269,7 @@ def clean(conn: sa.Connection, *, attempt_id: str, now: datetime) -> bool:
     before = {LeaseState.ACTIVE, LeaseState.RELEASING}
     if not _set_lease(conn, attempt_id, before, LeaseState.CLEAN, {"clean_at": now}):
         return False
-    held = sa.update(_HELD).where(_HELD.c.attempt_id == attempt_id).values(clean=1).returning(_HELD.c.device_id)
-    freed = sorted(conn.scalars(held))
+    freed = sorted(conn.scalars(_FREE, {"which": attempt_id}))
     event = NewEvent("lease.clean", attempt_id, "node", "", row.trial_id, attempt_id, data={"devices": freed})
     events.append(conn, now, event)
     return True
@@ -241,18 +278,22 @@ def clean(conn: sa.Connection, *, attempt_id: str, now: datetime) -> bool:
 def _set_lease(
     conn: sa.Connection, attempt_id: str, before: set[LeaseState], after: LeaseState, values: dict[str, Any]
 ) -> bool:
-    guard = (_LEASES.c.attempt_id == attempt_id) & _LEASES.c.state.in_([state.value for state in before])
-    changed = conn.execute(sa.update(_LEASES).where(guard).values(state=after.value, **values)).rowcount == 1
+    guard = {"which": attempt_id, "before": [state.value for state in before]}
+    changed = conn.execute(_MOVE_LEASE, {**guard, "state": after.value, **values}).rowcount == 1
     if changed:
         touch(conn, "leases", "devices", f"attempt:{attempt_id}")
     return changed
 
 
 def _row(conn: sa.Connection, attempt_id: str) -> sa.Row[Any]:
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(attempt_id))).one_or_none()
+    row = conn.execute(_ONE, {"which": storable(attempt_id)}).one_or_none()
     if row is None:
-        raise NotFoundError(f"there is no attempt {attempt_id[:200]!r}")
+        raise _no_attempt(attempt_id)
     return row
+
+
+def _no_attempt(attempt_id: str) -> NotFoundError:
+    return NotFoundError(f"there is no attempt {attempt_id[:200]!r}")
 
 
 def get(conn: sa.Connection, attempt_id: str) -> Attempt:
@@ -266,15 +307,15 @@ def get(conn: sa.Connection, attempt_id: str) -> Attempt:
 
 def of_trial(conn: sa.Connection, trial_id: str) -> list[Attempt]:
     """Oldest first."""
-    query = sa.select(_TABLE).where(_TABLE.c.trial_id == trial_id).order_by(_TABLE.c.number)
-    return _to_wire(conn, conn.execute(query).all())
+    return _to_wire(conn, conn.execute(_OF_TRIAL, {"trial": trial_id}).all())
 
 
 def _to_wire(conn: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Attempt]:
+    if not rows:
+        return []
     found = [row.id for row in rows]
     held = _devices(conn, found)
-    leases = sa.select(_LEASES.c.attempt_id, _LEASES.c.state).where(_LEASES.c.attempt_id.in_(found))
-    states = {row.attempt_id: row.state for row in conn.execute(leases)}
+    states = {row.attempt_id: row.state for row in conn.execute(_LEASE_STATES, {"attempts": found})}
     spent = ledger.of_attempts(conn, found)
     return [
         Attempt(
@@ -300,31 +341,17 @@ def _to_wire(conn: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Attempt]:
 
 
 def _devices(conn: sa.Connection, attempt_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    devices = models.devices
-    query = (
-        sa.select(_HELD.c.attempt_id, _HELD.c.device_id)
-        .join(devices, devices.c.id == _HELD.c.device_id)
-        .where(_HELD.c.attempt_id.in_(attempt_ids))
-        .order_by(devices.c.node_id, devices.c.index)
-    )
     found: dict[str, tuple[str, ...]] = defaultdict(tuple)
-    for row in conn.execute(query):
+    for row in conn.execute(_DEVICES, {"attempts": list(attempt_ids)}):
         found[row.attempt_id] += (row.device_id,)
     return found
 
 
 def live(conn: sa.Connection, node_id: str | None = None) -> list[LiveAttempt]:
     """Attempts that have not ended or whose lease is not clean, oldest first."""
-    query = (
-        sa.select(_TABLE, _LEASES.c.state.label("lease_state"), _LEASES.c.heartbeat)
-        .join(_LEASES, _LEASES.c.attempt_id == _TABLE.c.id)
-        .where(_LEASES.c.state != LeaseState.CLEAN.value)
-        .order_by(_TABLE.c.created_at, _TABLE.c.id)
-    )
-    if node_id is not None:
-        query = query.where(_TABLE.c.node_id == node_id)
-    rows = conn.execute(query).all()
-    held = _devices(conn, [row.id for row in rows])
+    found = conn.execute(_LIVE) if node_id is None else conn.execute(_LIVE_ON_NODE, {"node": node_id})
+    rows = found.all()
+    held = _devices(conn, [row.id for row in rows]) if rows else {}
     return [
         LiveAttempt(
             id=row.id,
@@ -378,22 +405,34 @@ def advance_generation(
     if generation < row.generation:
         raise StaleAttemptError(f"generation {generation} of {attempt_id} is over, {row.generation} is current")
     if generation > row.generation:
-        conn.execute(sa.update(_TABLE).where(_TABLE.c.id == attempt_id).values(generation=generation))
+        conn.execute(_UPDATE, {"which": attempt_id, "generation": generation})
     lineages.record(conn, row.trial_id, row.number, generation, fork_step, now)
     touch(conn, "attempts", f"attempt:{attempt_id}")
 
 
 def exit_report(conn: sa.Connection, attempt_id: str) -> dict[str, Any] | None:
     """The data of the ``exit`` event, once it has been spooled."""
-    found: dict[str, Any] | None = conn.scalar(sa.select(_TABLE.c.exit).where(_TABLE.c.id == attempt_id))
+    found: dict[str, Any] | None = conn.scalar(_EXIT, {"which": attempt_id})
     return found
+
+
+def standing_directive(conn: sa.Connection, attempt_id: str) -> Directive | None:
+    """What an attempt that has not ended is told; None when it has.
+
+    Raises:
+        NotFoundError: No such attempt.
+    """
+    row = conn.execute(_STANDING, {"which": storable(attempt_id)}).one_or_none()
+    if row is None:
+        raise _no_attempt(attempt_id)
+    return Directive.model_validate(row.directive) if row.ended_at is None else None
 
 
 def set_dir(conn: sa.Connection, attempt_id: str, directory: str) -> None:
     """Where the attempt's files are."""
-    conn.execute(sa.update(_TABLE).where(_TABLE.c.id == attempt_id).values(dir=directory))
+    conn.execute(_UPDATE, {"which": attempt_id, "dir": directory})
 
 
 def beat(conn: sa.Connection, attempt_id: str, counter: int) -> None:
     """Stores a heartbeat counter (the small lease row; the scheduler compares counters, never times)."""
-    conn.execute(sa.update(_LEASES).where(_LEASES.c.attempt_id == attempt_id).values(heartbeat=counter))
+    conn.execute(_BEAT, {"which": attempt_id, "counter": counter})

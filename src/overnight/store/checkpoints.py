@@ -11,6 +11,20 @@ from overnight.store import models
 from overnight.store.upserts import upsert
 
 _TABLE = models.checkpoints
+_OF_TRIAL = (
+    sa.select(_TABLE)
+    .where(_TABLE.c.trial_id == sa.bindparam("trial"))
+    .order_by(_TABLE.c.attempt, _TABLE.c.generation, _TABLE.c.step)
+)
+_NEWEST = (
+    sa.select(
+        _TABLE.c.trial_id,
+        sa.func.max(_TABLE.c.step).label("step"),
+        sa.func.max(_TABLE.c.committed_at).label("committed_at"),
+    )
+    .where(_TABLE.c.trial_id.in_(sa.bindparam("trials", expanding=True)))
+    .group_by(_TABLE.c.trial_id)
+)
 
 
 def add(conn: sa.Connection, now: datetime, checkpoint: Checkpoint) -> bool:
@@ -23,9 +37,7 @@ def add(conn: sa.Connection, now: datetime, checkpoint: Checkpoint) -> bool:
 
 def of_trial(conn: sa.Connection, trial_id: str) -> list[Checkpoint]:
     """Oldest first."""
-    query = sa.select(_TABLE).where(_TABLE.c.trial_id == trial_id)
-    query = query.order_by(_TABLE.c.attempt, _TABLE.c.generation, _TABLE.c.step)
-    return [Checkpoint.model_validate(dict(row)) for row in conn.execute(query).mappings()]
+    return [Checkpoint.model_validate(dict(row)) for row in conn.execute(_OF_TRIAL, {"trial": trial_id}).mappings()]
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ class Newest:
 
 def newest(conn: sa.Connection, trial_ids: Collection[str]) -> dict[str, Newest]:
     """Furthest step and time of the last commit per trial; trials without one are left out."""
-    step, at = sa.func.max(_TABLE.c.step), sa.func.max(_TABLE.c.committed_at)
-    query = sa.select(_TABLE.c.trial_id, step.label("step"), at.label("committed_at"))
-    query = query.where(_TABLE.c.trial_id.in_(trial_ids)).group_by(_TABLE.c.trial_id)
-    return {row.trial_id: Newest(row.step, row.committed_at) for row in conn.execute(query)}
+    if not trial_ids:
+        return {}
+    found = conn.execute(_NEWEST, {"trials": list(trial_ids)})
+    return {row.trial_id: Newest(row.step, row.committed_at) for row in found}

@@ -17,6 +17,27 @@ from overnight.store.writer import touch
 
 _TABLE = models.devices
 _FACTS = ("kind", "type", "memory_bytes", "uuid")
+_NODE_NAME = sa.select(models.nodes.c.name).where(models.nodes.c.id == sa.bindparam("node"))
+_OF_NODE = sa.select(_TABLE).where(_TABLE.c.node_id == sa.bindparam("node"))
+_EVIDENCE = sa.select(_TABLE.c.id, _TABLE.c.evidence).where(_TABLE.c.node_id == sa.bindparam("node"))
+_WITH_HOLDER = (
+    sa.select(
+        _TABLE,
+        models.lease_devices.c.attempt_id,
+        models.trials.c.id.label("trial_id"),
+        models.trials.c.name.label("trial_name"),
+    )
+    .join(models.nodes, models.nodes.c.id == _TABLE.c.node_id)
+    .outerjoin(
+        models.lease_devices,
+        (models.lease_devices.c.device_id == _TABLE.c.id) & (models.lease_devices.c.clean == 0),
+    )
+    .outerjoin(models.attempts, models.attempts.c.id == models.lease_devices.c.attempt_id)
+    .outerjoin(models.trials, models.trials.c.id == models.attempts.c.trial_id)
+    .order_by(models.nodes.c.name, _TABLE.c.index)
+)
+_WITH_HOLDER_OF_NODE = _WITH_HOLDER.where(_TABLE.c.node_id == sa.bindparam("node"))
+_ONE_WITH_HOLDER = _WITH_HOLDER.where(_TABLE.c.id == sa.bindparam("device"))
 
 
 def upsert(conn: sa.Connection, *, node_id: str, reports: Sequence[DeviceReport], now: datetime) -> list[str]:
@@ -28,10 +49,10 @@ def upsert(conn: sa.Connection, *, node_id: str, reports: Sequence[DeviceReport]
     Raises:
         NotFoundError: No such node.
     """
-    name = conn.scalar(sa.select(models.nodes.c.name).where(models.nodes.c.id == node_id))
+    name = conn.scalar(_NODE_NAME, {"node": node_id})
     if name is None:
         raise NotFoundError(f"there is no node {node_id[:200]!r}")
-    known = {row._mapping["index"]: row for row in conn.execute(sa.select(_TABLE).where(_TABLE.c.node_id == node_id))}
+    known = {row._mapping["index"]: row for row in conn.execute(_OF_NODE, {"node": node_id})}
     for report in reports:
         facts = _facts(report)
         row = known.get(report.index)
@@ -126,7 +147,7 @@ def get(conn: sa.Connection, device_id: str) -> Device:
     Raises:
         NotFoundError: There is none.
     """
-    found = _list(conn, _TABLE.c.id == storable(device_id))
+    found = [_to_wire(row) for row in conn.execute(_ONE_WITH_HOLDER, {"device": storable(device_id)})]
     if not found:
         raise _no_device(device_id)
     return found[0]
@@ -134,46 +155,29 @@ def get(conn: sa.Connection, device_id: str) -> Device:
 
 def evidence(conn: sa.Connection, node_id: str) -> dict[str, dict[str, Any]]:
     """What was kept with the newest change of each device of a node, by device id."""
-    rows = conn.execute(sa.select(_TABLE.c.id, _TABLE.c.evidence).where(_TABLE.c.node_id == node_id))
+    rows = conn.execute(_EVIDENCE, {"node": node_id})
     return {row.id: row.evidence or {} for row in rows}
 
 
 def list_(conn: sa.Connection, node_id: str | None = None) -> list[Device]:
     """By node and index, with the holder of each."""
-    return _list(conn, sa.true() if node_id is None else _TABLE.c.node_id == node_id)
+    found = conn.execute(_WITH_HOLDER) if node_id is None else conn.execute(_WITH_HOLDER_OF_NODE, {"node": node_id})
+    return [_to_wire(row) for row in found]
 
 
-def _list(conn: sa.Connection, where: sa.ColumnElement[bool]) -> list[Device]:
-    held, attempts, trials, nodes = models.lease_devices, models.attempts, models.trials, models.nodes
-    query = (
-        sa.select(
-            _TABLE,
-            held.c.attempt_id,
-            trials.c.id.label("trial_id"),
-            trials.c.name.label("trial_name"),
-        )
-        .join(nodes, nodes.c.id == _TABLE.c.node_id)
-        .outerjoin(held, (held.c.device_id == _TABLE.c.id) & (held.c.clean == 0))
-        .outerjoin(attempts, attempts.c.id == held.c.attempt_id)
-        .outerjoin(trials, trials.c.id == attempts.c.trial_id)
-        .where(where)
-        .order_by(nodes.c.name, _TABLE.c.index)
+def _to_wire(row: sa.Row[Any]) -> Device:
+    return Device(
+        id=row.id,
+        node_id=row.node_id,
+        index=row._mapping[_TABLE.c.index],
+        kind=row.kind,
+        type=row.type,
+        memory_bytes=row.memory_bytes,
+        state=DeviceState(row.state),
+        cause=row.cause,
+        until=row.until,
+        trial_id=row.trial_id,
+        trial_name=row.trial_name,
+        attempt_id=row.attempt_id,
+        since=row.since,
     )
-    return [
-        Device(
-            id=row.id,
-            node_id=row.node_id,
-            index=row._mapping[_TABLE.c.index],
-            kind=row.kind,
-            type=row.type,
-            memory_bytes=row.memory_bytes,
-            state=DeviceState(row.state),
-            cause=row.cause,
-            until=row.until,
-            trial_id=row.trial_id,
-            trial_name=row.trial_name,
-            attempt_id=row.attempt_id,
-            since=row.since,
-        )
-        for row in conn.execute(query)
-    ]

@@ -13,6 +13,8 @@ from overnight.store.writer import touch
 
 _TABLE = models.attempts
 INITIAL = Directive().model_dump(mode="json")
+_DIRECTIVE = sa.select(_TABLE.c.directive).where(_TABLE.c.id == sa.bindparam("which"))
+_LOCKED_DIRECTIVE = _DIRECTIVE.with_for_update()
 
 
 def set_directive(
@@ -25,9 +27,7 @@ def set_directive(
     Raises:
         NotFoundError: No such attempt.
     """
-    before = _read(
-        conn, sa.select(_TABLE.c.directive).where(_TABLE.c.id == storable(attempt_id)).with_for_update(), attempt_id
-    )
+    before = _read(conn, _LOCKED_DIRECTIVE, attempt_id)
     after = Directive(version=before.version + 1, action=action, grace_seconds=grace_seconds, reason=reason)
     if after.model_copy(update={"version": before.version}) == before:
         return before
@@ -43,11 +43,11 @@ def directive(conn: sa.Connection, attempt_id: str) -> Directive:
     Raises:
         NotFoundError: No such attempt.
     """
-    return _read(conn, sa.select(_TABLE.c.directive).where(_TABLE.c.id == storable(attempt_id)), attempt_id)
+    return _read(conn, _DIRECTIVE, attempt_id)
 
 
 def _read(conn: sa.Connection, query: sa.Select[Any], attempt_id: str) -> Directive:
-    value: Any = conn.scalar(query)
+    value: Any = conn.scalar(query, {"which": storable(attempt_id)})
     if value is None:
         raise NotFoundError(f"there is no attempt {attempt_id[:200]!r}")
     return Directive.model_validate(value)

@@ -9,6 +9,7 @@ from overnight.store import models
 from overnight.store.upserts import upsert
 
 _TABLE = models.leaders
+_ONE = sa.select(_TABLE).where(_TABLE.c.name == sa.bindparam("role"))
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Leader:
 
 def read(conn: sa.Connection, name: str = "scheduler") -> Leader | None:
     """Who holds it."""
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.name == name)).one_or_none()
+    row = conn.execute(_ONE, {"role": name}).one_or_none()
     return None if row is None else Leader(row.name, row.holder, row.counter)
 
 

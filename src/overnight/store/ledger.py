@@ -11,6 +11,7 @@ from overnight.store.upserts import upsert
 
 SECONDS = "seconds"
 COUNT = "count"
+_OF_ATTEMPTS = sa.select(models.ledger).where(models.ledger.c.attempt_id.in_(sa.bindparam("attempts", expanding=True)))
 
 
 def add(conn: sa.Connection, attempt_id: str, seconds: Mapping[str, float], counts: Mapping[str, float]) -> None:
@@ -30,9 +31,8 @@ def _entry(attempt_id: str, unit: str, name: str, amount: float) -> dict[str, An
 
 def of_attempts(conn: sa.Connection, attempt_ids: Sequence[str]) -> dict[str, dict[str, float]]:
     """``{attempt id: {name: amount}}``; seconds keep their category's name, counts get the prefix ``count.``."""
-    table = models.ledger
     found: dict[str, dict[str, float]] = {}
-    for row in conn.execute(sa.select(table).where(table.c.attempt_id.in_(attempt_ids))):
+    for row in conn.execute(_OF_ATTEMPTS, {"attempts": list(attempt_ids)}):
         name = row.name if row.unit == SECONDS else f"count.{row.name}"
         found.setdefault(row.attempt_id, {})[name] = row.amount
     return found

@@ -16,6 +16,8 @@ from overnight.store.models import storable
 from overnight.store.writer import touch
 
 _TABLE = models.nodes
+_ONE = sa.select(_TABLE).where((_TABLE.c.id == sa.bindparam("ref")) | (_TABLE.c.name == sa.bindparam("ref"))).limit(1)
+_UPDATE = sa.update(_TABLE).where(_TABLE.c.id == sa.bindparam("which"))
 
 
 def hello(conn: sa.Connection, *, ids: IdFactory, now: datetime, hello: NodeHello) -> Node:
@@ -57,7 +59,7 @@ def seen(conn: sa.Connection, *, node_id: str, now: datetime) -> None:
         NotFoundError: There is none.
     """
     row = _row(conn, node_id)
-    conn.execute(sa.update(_TABLE).where(_TABLE.c.id == row.id).values(seen_at=now, connected=True))
+    conn.execute(_UPDATE, {"which": row.id, "seen_at": now, "connected": True})
     if not row.connected:
         _record(conn, row.name, now, "node.connected", "it speaks again", "node")
         touch(conn, "nodes", f"node:{row.id}")
@@ -79,12 +81,19 @@ def disconnect(conn: sa.Connection, *, node_id: str, cause: str, now: datetime, 
 
 
 def _row(conn: sa.Connection, ref: str) -> sa.Row[Any]:
-    known = storable(ref)
-    query = sa.select(_TABLE).where((_TABLE.c.id == known) | (_TABLE.c.name == known))
-    row = conn.execute(query.limit(1)).one_or_none()
+    row = conn.execute(_ONE, {"ref": storable(ref)}).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no node {ref[:200]!r}", hint="`overnight nodes` shows what there is.")
     return row
+
+
+def require(conn: sa.Connection, ref: str) -> None:
+    """Does nothing for a node that is known, by id or name.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    _row(conn, ref)
 
 
 def get(conn: sa.Connection, ref: str) -> Node:

@@ -26,6 +26,15 @@ from overnight.store.writer import touch
 _ATTEMPTS = models.attempts
 _TRIALS = models.trials
 _MAX_STEP = 2**62
+_OPEN = (
+    sa.select(_ATTEMPTS, _TRIALS.c.attempts_made, _TRIALS.c.name, _TRIALS.c.config)
+    .join(_TRIALS, _TRIALS.c.id == _ATTEMPTS.c.trial_id)
+    .where(_ATTEMPTS.c.id == sa.bindparam("which"))
+    .with_for_update()
+)
+_STATE = sa.select(_TRIALS.c.state).where(_TRIALS.c.id == sa.bindparam("which"))
+_UPDATE_ATTEMPT = sa.update(_ATTEMPTS).where(_ATTEMPTS.c.id == sa.bindparam("which"))
+_UPDATE_TRIAL = sa.update(_TRIALS).where(_TRIALS.c.id == sa.bindparam("which"))
 
 
 def ingest(conn: sa.Connection, attempt_id: str, generation: int, events: Sequence[SpoolEvent], now: datetime) -> int:
@@ -63,19 +72,13 @@ def ingest(conn: sa.Connection, attempt_id: str, generation: int, events: Sequen
         batch.apply(event)
     batch.flush()
     acked = new[-1].seq
-    conn.execute(sa.update(_ATTEMPTS).where(_ATTEMPTS.c.id == attempt_id).values(acked=acked))
+    conn.execute(_UPDATE_ATTEMPT, {"which": attempt_id, "acked": acked})
     touch(conn, f"attempt:{attempt_id}")
     return acked
 
 
 def _open(conn: sa.Connection, attempt_id: str) -> sa.Row[Any]:
-    query = (
-        sa.select(_ATTEMPTS, _TRIALS.c.attempts_made, _TRIALS.c.name, _TRIALS.c.config)
-        .join(_TRIALS, _TRIALS.c.id == _ATTEMPTS.c.trial_id)
-        .where(_ATTEMPTS.c.id == storable(attempt_id))
-        .with_for_update()
-    )
-    row = conn.execute(query).one_or_none()
+    row = conn.execute(_OPEN, {"which": storable(attempt_id)}).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no attempt {attempt_id[:200]!r}")
     return row
@@ -118,9 +121,8 @@ class _Batch:
         attempt = self._attempt
         self._start_generation(event.generation, data)
         if attempt.started_at is None:
-            where = _ATTEMPTS.c.id == attempt.id
-            self._conn.execute(sa.update(_ATTEMPTS).where(where).values(started_at=self._now))
-        state = self._conn.scalar(sa.select(_TRIALS.c.state).where(_TRIALS.c.id == attempt.trial_id))
+            self._conn.execute(_UPDATE_ATTEMPT, {"which": attempt.id, "started_at": self._now})
+        state = self._conn.scalar(_STATE, {"which": attempt.trial_id})
         if state == TrialState.STARTING.value:
             transitions.transition(
                 self._conn,
@@ -195,7 +197,7 @@ class _Batch:
 
     def _apply_exit(self, event: SpoolEvent, data: dict[str, Any]) -> None:
         report = _plain(data)
-        self._conn.execute(sa.update(_ATTEMPTS).where(_ATTEMPTS.c.id == self._attempt.id).values(exit=report))
+        self._conn.execute(_UPDATE_ATTEMPT, {"which": self._attempt.id, "exit": report})
 
     def flush(self) -> None:
         """Writes what was gathered, and the objective if it may have changed."""
@@ -210,8 +212,7 @@ class _Batch:
         if objective is not None and (self._has_forked or self._has_reported(objective.metric)):
             self._trial_changes["value"] = metrics.reduce(self._conn, attempt.trial_id, objective).value
         if self._trial_changes:
-            where = _TRIALS.c.id == attempt.trial_id
-            self._conn.execute(sa.update(_TRIALS).where(where).values(self._trial_changes))
+            self._conn.execute(_UPDATE_TRIAL, {"which": attempt.trial_id, **self._trial_changes})
             touch(self._conn, "trials", f"trial:{attempt.trial_id}")
 
     def _has_reported(self, metric: str) -> bool:

@@ -17,6 +17,8 @@ from overnight.store.writer import touch
 S = TrialState
 _TABLE = models.trials
 _MAX_RANK = 1_000_000
+_ONE = sa.select(_TABLE).where(_TABLE.c.id == sa.bindparam("which")).with_for_update()
+_UPDATE = sa.update(_TABLE).where(_TABLE.c.id == sa.bindparam("which"))
 
 
 def transition(
@@ -69,7 +71,7 @@ def transition(
     event = NewEvent("trial.state", row.name, actor, cause, trial_id, attempt_id, before.value, after.value, data or {})
     seq = events.append(conn, now, event)
     values = {"state": after.value, "state_cause": cause, **_consequences(row, after, now, seq), **(changes or {})}
-    conn.execute(sa.update(_TABLE).where(_TABLE.c.id == trial_id).values(values))
+    _update(conn, trial_id, values)
     outbox.add(conn, now, [(trial_id, "status", {"state": after.value, "at": now.timestamp()})])
     touch(conn, "trials", f"trial:{trial_id}")
     return before
@@ -88,8 +90,15 @@ def _consequences(row: sa.Row[Any], after: TrialState, now: datetime, seq: int) 
     return {}
 
 
+def _update(conn: sa.Connection, trial_id: str, values: dict[str, Any]) -> None:
+    """Plain values go as parameters of a statement that is compiled already; only increments need one of their own."""
+    computed = {name: value for name, value in values.items() if isinstance(value, sa.ColumnElement)}
+    plain = {name: value for name, value in values.items() if name not in computed}
+    conn.execute(_UPDATE.values(computed) if computed else _UPDATE, {"which": trial_id, **plain})
+
+
 def _lock(conn: sa.Connection, trial_id: str) -> sa.Row[Any]:
-    row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(trial_id)).with_for_update()).one_or_none()
+    row = conn.execute(_ONE, {"which": storable(trial_id)}).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no trial {trial_id[:200]!r}")
     return row

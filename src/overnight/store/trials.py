@@ -26,6 +26,26 @@ _ORDER = (_TABLE.c.priority, _TABLE.c.rank.desc(), _TABLE.c.place)
 _CHUNK = 500
 """Values in one IN (...): far below what any database allows."""
 
+_IDS: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
+_ONE = sa.select(_TABLE).where((_TABLE.c.id == sa.bindparam("ref")) | (_TABLE.c.name == sa.bindparam("ref"))).limit(1)
+_OF_IDS = sa.select(_TABLE).where(_TABLE.c.id.in_(_IDS))
+_OF_REFS = sa.select(_TABLE).where(_TABLE.c.id.in_(_IDS) | _TABLE.c.name.in_(_IDS))
+_SCHEDULABLE = (
+    sa.select(_TABLE)
+    .where(_TABLE.c.state.in_([TrialState.QUEUED.value, *(state.value for state in LIVE_STATES)]))
+    .order_by(*_ORDER)
+)
+_SCHEDULABLE_OF_IDS = _SCHEDULABLE.where(_TABLE.c.id.in_(_IDS))
+_CONFIG = sa.select(_TABLE.c.config).where(_TABLE.c.id == sa.bindparam("which"))
+_UPDATE = sa.update(_TABLE).where(_TABLE.c.id == sa.bindparam("which"))
+_HELD_DEVICES = (
+    sa.select(models.attempts.c.trial_id, models.lease_devices.c.device_id)
+    .join(models.lease_devices, models.lease_devices.c.attempt_id == models.attempts.c.id)
+    .join(_TABLE, (_TABLE.c.id == models.attempts.c.trial_id) & (_TABLE.c.attempts_made == models.attempts.c.number))
+    .where(models.attempts.c.trial_id.in_(_IDS), models.lease_devices.c.clean == 0)
+    .order_by(models.lease_devices.c.device_id)
+)
+
 
 @dataclass(frozen=True)
 class TrialFilter:
@@ -75,9 +95,7 @@ def row(conn: sa.Connection, ref: str) -> sa.Row[Any]:
     Raises:
         NotFoundError: There is none.
     """
-    known = storable(ref)
-    query = sa.select(_TABLE).where((_TABLE.c.id == known) | (_TABLE.c.name == known))
-    found = conn.execute(query.limit(1)).one_or_none()
+    found = conn.execute(_ONE, {"ref": storable(ref)}).one_or_none()
     if found is None:
         raise NotFoundError(f"there is no trial {ref[:200]!r}", hint="`overnight ls` shows what there is.")
     return found
@@ -119,13 +137,17 @@ def find(conn: sa.Connection, refs: Sequence[str]) -> list[Trial]:
     found: dict[str, sa.Row[Any]] = {}
     for start in range(0, len(refs), _CHUNK):
         chunk = [storable(ref) for ref in refs[start : start + _CHUNK]]
-        query = sa.select(_TABLE).where(_TABLE.c.id.in_(chunk) | _TABLE.c.name.in_(chunk))
-        for line in conn.execute(query):
+        for line in conn.execute(_OF_REFS, {"ids": chunk}):
             found[line.id] = found[line.name] = line
     missing = [ref for ref in refs if ref not in found]
     if missing:
         raise NotFoundError(f"there is no trial {missing[0][:200]!r}", hint="`overnight ls` shows what there is.")
     return to_wire(conn, [found[ref] for ref in refs])
+
+
+def bare(conn: sa.Connection, ids: Collection[str]) -> dict[str, Trial]:
+    """Those of the ids that exist, without attempts, checkpoints and devices."""
+    return {row.id: build(row._asdict()) for row in conn.execute(_OF_IDS, {"ids": list(ids)})} if ids else {}
 
 
 def page(conn: sa.Connection, filters: TrialFilter, cursor: str | None = None, limit: int = 100) -> Page:
@@ -202,16 +224,8 @@ def build(values: Mapping[str, Any], **extra: Any) -> Trial:
 
 
 def _held_devices(conn: sa.Connection, trial_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    table, lease = models.attempts, models.lease_devices
-    query = (
-        sa.select(table.c.trial_id, lease.c.device_id)
-        .join(lease, lease.c.attempt_id == table.c.id)
-        .join(_TABLE, (_TABLE.c.id == table.c.trial_id) & (_TABLE.c.attempts_made == table.c.number))
-        .where(table.c.trial_id.in_(trial_ids), lease.c.clean == 0)
-        .order_by(lease.c.device_id)
-    )
     found: dict[str, tuple[str, ...]] = defaultdict(tuple)
-    for line in conn.execute(query):
+    for line in conn.execute(_HELD_DEVICES, {"ids": list(trial_ids)}):
         found[line.trial_id] += (line.device_id,)
     return found
 
@@ -224,11 +238,10 @@ def queue(conn: sa.Connection, limit: int = 100) -> list[Trial]:
 
 def schedulable(conn: sa.Connection, trial_ids: Collection[str] | None = None) -> list[SchedTrial]:
     """QUEUED and live trials in queue order (all, or those of ``trial_ids`` which still are)."""
-    states = [TrialState.QUEUED.value, *(state.value for state in LIVE_STATES)]
-    query = sa.select(_TABLE).where(_TABLE.c.state.in_(states)).order_by(*_ORDER)
-    if trial_ids is not None:
-        query = query.where(_TABLE.c.id.in_(trial_ids))
-    found = conn.execute(query).all()
+    if trial_ids is None:
+        found = conn.execute(_SCHEDULABLE).all()
+    else:
+        found = conn.execute(_SCHEDULABLE_OF_IDS, {"ids": list(trial_ids)}).all()
     commits = checkpoints.newest(conn, [line.id for line in found if line.attempts_made])
     return [_sched(line, commits.get(line.id)) for line in found]
 
@@ -309,7 +322,7 @@ def leaderboard(conn: sa.Connection, experiment_ref: str, limit: int = 20, now: 
 
 def objective(conn: sa.Connection, trial_id: str) -> Objective | None:
     """What the trial's config asks for."""
-    config = conn.scalar(sa.select(_TABLE.c.config).where(_TABLE.c.id == trial_id))
+    config = conn.scalar(_CONFIG, {"which": trial_id})
     return TrialConfig.model_validate(config).objective if config is not None else None
 
 
@@ -329,5 +342,5 @@ def set_value(conn: sa.Connection, trial_id: str, value: float | None) -> None:
 
 
 def _set(conn: sa.Connection, trial_id: str, **values: Any) -> None:
-    conn.execute(sa.update(_TABLE).where(_TABLE.c.id == trial_id).values(values))
+    conn.execute(_UPDATE, {"which": trial_id, **values})
     touch(conn, "trials", f"trial:{trial_id}")

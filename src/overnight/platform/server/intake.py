@@ -60,7 +60,7 @@ def seen(house: Services, node_id: str) -> None:
     Raises:
         NotFoundError: The node is not known: its daemon must say hello again.
     """
-    house.peek(nodes.get, node_id)
+    house.peek(nodes.require, node_id)
     now = house.clock.now()
     house.store.submit(lambda conn: nodes.seen(conn, node_id=node_id, now=now)).add_done_callback(_log_failure)
 
@@ -112,9 +112,8 @@ def current_directive(conn: "Connection", attempt_id: str) -> Directive:
     Raises:
         NotFoundError: No such attempt.
     """
-    if attempts.get(conn, attempt_id).ended_at is not None:
-        return Directive(version=STALE_VERSION, action=DirectiveAction.STOP, reason=STALE)
-    return attempts.directive(conn, attempt_id)
+    directive = attempts.standing_directive(conn, attempt_id)
+    return directive or Directive(version=STALE_VERSION, action=DirectiveAction.STOP, reason=STALE)
 
 
 async def _tell_pruners(house: Services, attempt_id: str, events: tuple[SpoolEvent, ...]) -> None:
