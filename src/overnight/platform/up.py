@@ -242,6 +242,9 @@ class _ServerDiedError(Exception):
         self.error = error_of(code or 0)(message or f"the server did not start ({_words(code)})", hint=hint)
 
 
+STOPPED = "node daemon and server are stopped"
+
+
 def stop(settings: Settings, on_event: OnEvent = lambda event: None) -> bool:
     """Takes down what runs for a home (`overnight down`); False when nothing did.
 
@@ -262,6 +265,8 @@ def stop(settings: Settings, on_event: OnEvent = lambda event: None) -> bool:
         return False
     if node is not None or server is not None:
         take_down(settings, node, server, on_event, lambda: False)
+    else:
+        on_event(UpEvent("stopped", STOPPED))
     return True
 
 
@@ -279,7 +284,7 @@ def take_down(
         _stop_node(settings, node, kill=impatient())
     if server is not None:
         server.end(0.0 if impatient() else SERVER_STOP_SECONDS)
-    on_event(UpEvent("stopped", "node daemon and server are stopped"))
+    on_event(UpEvent("stopped", STOPPED))
 
 
 def _yield_workers(settings: Settings, on_event: OnEvent, impatient: Callable[[], bool]) -> None:
