@@ -26,18 +26,17 @@ MIN_TRIALS = 12
 
 
 def find_example(name: str) -> Path:
-    """An example script: shipped in the wheel, or in the checkout.
+    """An example script, as installed.
 
     Raises:
-        NotFoundError: Neither has it.
+        NotFoundError: This installation came without examples.
     """
     import overnight
 
-    package = Path(overnight.__file__).parent
-    for folder in (package / "examples", package.parents[1] / "examples"):
-        if (folder / name).is_file():
-            return folder / name
-    raise NotFoundError(f"the example {name} is not part of this installation", hint="Run the demo from a checkout.")
+    path = Path(overnight.__file__).parent / "examples" / name
+    if not path.is_file():
+        raise NotFoundError(f"the example {name} is not part of this installation", hint="Run the demo from a checkout.")
+    return path.resolve()
 
 
 @contextmanager
