@@ -35,7 +35,7 @@ def find_example(name: str) -> Path:
 
     path = Path(overnight.__file__).parent / "examples" / name
     if not path.is_file():
-        raise NotFoundError(f"the example {name} is not part of this installation", hint="Run the demo from a checkout.")
+        raise NotFoundError(f"the example {name} is not installed", hint="Run the demo from a checkout.")
     return path.resolve()
 
 
