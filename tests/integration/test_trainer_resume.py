@@ -1,73 +1,23 @@
 """A trial that was killed and pre-empted at any step ends with the bits of one that never was."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_ranks import Lab, shared_lab
 
 from overnight.trainer.data.record import audit
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("trainer_exact.py")
 KILL, YIELD = int(signal.SIGKILL), int(signal.SIGTERM)
 
 
-class Lab:
-    """Runs orders in forks of one warm process."""
-
-    def __init__(self) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        env = {k: v for k, v in env.items() if not k.startswith("OVERNIGHT_")}
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "trainer_lab.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        assert self._answer() == {"threads": 1}
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the lab died"
-        return json.loads(line)
-
-    def run(self, folder: Path, *argv: str, ranks: int = 1, env: dict[str, str] | None = None) -> list[int]:
-        """Exit codes of the ranks; a negative one is a signal."""
-        folder.mkdir(parents=True, exist_ok=True)
-        order = {
-            "script": str(HERE / "trainer_exact.py"),
-            "argv": list(argv),
-            "cwd": str(folder),
-            "env": {"DISTURB": "null", "EVERY": "4", **(env or {})},
-            "ranks": ranks,
-            "log": str(folder / "log"),
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        statuses: list[int] = self._answer()
-        return statuses
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
-
-
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    lab = Lab()
-    yield lab
-    lab.close()
+def lab() -> Lab:
+    return shared_lab()
 
 
 def trial_of(folder: Path) -> Path:
@@ -93,8 +43,8 @@ def final(trial: Path) -> dict[str, Any]:
 def disturbed(
     lab: Lab, folder: Path, argv: list[str], ranks: int, disturbances: list[dict[str, Any]]
 ) -> list[list[int]]:
-    codes = [lab.run(folder, *argv, ranks=ranks, env={"DISTURB": json.dumps(one)}) for one in disturbances]
-    codes.append(lab.run(folder, *argv, ranks=ranks))
+    codes = [lab.run(SCRIPT, folder, *argv, ranks=ranks, env={"DISTURB": json.dumps(one)}) for one in disturbances]
+    codes.append(lab.run(SCRIPT, folder, *argv, ranks=ranks))
     assert codes[-1] == [0] * ranks, (folder / "log").read_text()[-3000:]
     return codes
 
@@ -121,7 +71,7 @@ def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Any:
         key = (*argv, ranks)
         if key not in done:
             folder = tmp_path_factory.mktemp("undisturbed")
-            assert lab.run(folder, *argv, ranks=ranks) == [0] * ranks, (folder / "log").read_text()[-3000:]
+            assert lab.run(SCRIPT, folder, *argv, ranks=ranks) == [0] * ranks, (folder / "log").read_text()[-3000:]
             done[key] = trial_of(folder)
         return done[key]
 
@@ -180,23 +130,23 @@ def test_two_ranks_end_with_the_same_bits(
 def test_other_numbers_of_ranks_see_every_sample_once(lab: Lab, tmp_path: Path) -> None:
     for ranks, step in ((1, 5), (2, 9), (1, 13)):
         stop = {"DISTURB": json.dumps(wish(step, "end", YIELD))}
-        assert lab.run(tmp_path, ranks=ranks, env=stop) == [75] * ranks, (tmp_path / "log").read_text()[-3000:]
-    assert lab.run(tmp_path, ranks=2) == [0, 0]
+        assert lab.run(SCRIPT, tmp_path, ranks=ranks, env=stop) == [75] * ranks, (tmp_path / "log").read_text()[-3000:]
+    assert lab.run(SCRIPT, tmp_path, ranks=2) == [0, 0]
     counted = audit(trial_of(tmp_path))
     assert (counted.repeated, counted.skipped, counted.recorded) == (0, 0, 144)
     assert "saved by 1 rank(s), this run has 2" in (tmp_path / "log").read_text()
 
 
 def test_a_finished_run_has_nothing_left_to_do_and_fresh_starts_anew(lab: Lab, tmp_path: Path) -> None:
-    assert lab.run(tmp_path) == [0]
+    assert lab.run(SCRIPT, tmp_path) == [0]
     trial = trial_of(tmp_path)
     first = final(trial)
-    assert lab.run(tmp_path) == [0]
+    assert lab.run(SCRIPT, tmp_path) == [0]
     assert final(trial) == first
     assert "nothing was left to do after step 18" in (tmp_path / "log").read_text()
     num_lines = len((trial / "losses-0.jsonl").read_text().splitlines())
-    assert lab.run(tmp_path, "--fresh", env={"DISTURB": json.dumps(wish(2))}) == [-KILL]
-    assert lab.run(tmp_path) == [0]
+    assert lab.run(SCRIPT, tmp_path, "--fresh", env={"DISTURB": json.dumps(wish(2))}) == [-KILL]
+    assert lab.run(SCRIPT, tmp_path) == [0]
     assert len((trial / "losses-0.jsonl").read_text().splitlines()) == num_lines + 2 + 18 - 1
     assert final(trial) == first
     assert audit(trial).repeated == 0
@@ -204,7 +154,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_fresh_starts_anew(lab: Lab, t
 
 def test_ctrl_c_saves_and_leaves_with_130(lab: Lab, undisturbed: Any, tmp_path: Path) -> None:
     interrupt = wish(7, "start", int(signal.SIGINT))
-    assert lab.run(tmp_path, env={"DISTURB": json.dumps(interrupt)}) == [130]
+    assert lab.run(SCRIPT, tmp_path, env={"DISTURB": json.dumps(interrupt)}) == [130]
     assert "the same command goes on from there" in (tmp_path / "log").read_text()
-    assert lab.run(tmp_path) == [0]
+    assert lab.run(SCRIPT, tmp_path) == [0]
     assert_same(trial_of(tmp_path), undisturbed(["--kind", "mlp"], 1), 1)

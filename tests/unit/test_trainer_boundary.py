@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from overnight.core.errors import BadInputError
-from overnight.trainer.boundary import Agreement, Leave, Policy, Signals, Wishes, parse_seconds
+from overnight.trainer.agreement import Agreement, Wishes
+from overnight.trainer.boundary import Leave, Policy, Signals, parse_seconds
+from overnight.trainer.journal import Journal
 
 
 class Ticks:
@@ -107,4 +109,5 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
 
 
 def test_one_rank_agrees_with_itself_at_once() -> None:
-    assert Agreement(None).exchange(Wishes(Leave.STOP, 1, 3)) == Wishes(Leave.STOP, 1, 3)
+    alone = Agreement(None, Journal(shared=False))
+    assert alone.exchange(Wishes(Leave.STOP, 1, 3), step=7) == Wishes(Leave.STOP, 1, 3)

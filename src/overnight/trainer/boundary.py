@@ -1,8 +1,4 @@
-"""What may happen between two updates: yield, stop, checkpoint; who wants it, and how all ranks do it together.
-
-Signals and directives only raise flags. Ranks agree on them by an asynchronous maximum on a private gloo group, issued
-at one boundary and read at the next, so that no boundary waits for the network (a synchronous one costs 0.7 to 1.9 ms).
-"""
+"""What may happen between two updates, and who wants it: signals that ask to leave, intervals that ask to save."""
 
 import math
 import re
@@ -10,13 +6,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
 from enum import IntEnum
 from types import FrameType
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from overnight.core.errors import BadInputError
 
@@ -37,56 +29,6 @@ class Leave(IntEnum):
     YIELD = 1
     INTERRUPT = 2
     STOP = 3
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What one rank wants, or what all ranks have agreed upon.
-
-    Attributes:
-        leave: A :class:`Leave`.
-        save: 1 to checkpoint now.
-        over: Number of the loop whose time is over, 0 for none.
-    """
-
-    leave: int = Leave.NO
-    save: int = 0
-    over: int = 0
-
-
-class Agreement:
-    """Makes one decision of the wishes of all ranks.
-
-    Args:
-        group: A gloo group of all ranks, or None if there is one rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._pending: tuple[Any, torch.Tensor] | None = None
-
-    def exchange(self, wishes: Wishes) -> Wishes:
-        """Hands in this boundary's wishes; returns the agreed ones of the boundary before (one rank: of this one).
-
-        Raises:
-            RuntimeError: A peer has gone.
-        """
-        if self._group is None:
-            return wishes
-        agreed = self.drain()
-        tensor = torch.tensor(astuple(wishes), dtype=torch.int64)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (work, tensor)
-        return agreed
-
-    def drain(self) -> Wishes:
-        """Waits for the exchange under way and returns it."""
-        if self._pending is None:
-            return Wishes()
-        work, tensor = self._pending
-        self._pending = None
-        work.wait()
-        return Wishes(*(int(value) for value in tensor))
 
 
 class Signals:

@@ -93,6 +93,11 @@ class Cursor:
         return self._pending.batch if self._pending is not None else None
 
     @property
+    def weight(self) -> float:
+        """Samples of the body's micro-batch that are no padding; 1 where the loader does not pad and all are equal."""
+        return 1.0 if self.batch is None or self.batch.weights is None else float(self.batch.weights.sum())
+
+    @property
     def in_body(self) -> bool:
         """Whether the script is inside the body of a loop."""
         return self._pending is not None and not self._pending.abandoned

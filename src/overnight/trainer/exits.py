@@ -5,6 +5,12 @@ swallow them, nothing behind the loop runs by mistake, and an interpreter that s
 code.
 """
 
+import traceback
+from typing import Any
+
+MAX_TRACEBACK = 20_000
+MAX_MESSAGE = 4_000
+
 EXIT_LEFT = 75
 """Exit code of a process that left on a directive: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
 
@@ -49,3 +55,16 @@ class Interrupted(Left):
 
     why = "yield"
     exit_code = EXIT_INTERRUPTED
+
+
+def is_success(error: BaseException | None) -> bool:
+    """Whether a script ran through; ``sys.exit()`` and ``sys.exit(0)`` are as good as that."""
+    if isinstance(error, SystemExit) and not isinstance(error, Left):
+        return error.code in (None, 0)
+    return error is None
+
+
+def describe(error: BaseException, step: int) -> dict[str, Any]:
+    """An error as ``/v1/error`` carries it: type, message and the end of the traceback, each bounded."""
+    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    return {"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE], "traceback": text, "step": step}

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,15 @@ import torch.distributed as dist
 
 from overnight.core.errors import BadInputError, CheckpointError
 from overnight.trainer import rng
-from overnight.trainer.boundary import Agreement, Leave, Policy, Signals, Wishes
+from overnight.trainer.agreement import Agreement, Spot, Wishes
+from overnight.trainer.boundary import Leave, Policy, Signals
 from overnight.trainer.checkpoint.place import write_atomic
 from overnight.trainer.checkpoint.reader import complain
 from overnight.trainer.checkpoint.saver import INTERNAL
 from overnight.trainer.cursor import Cursor, Pending, Reader
 from overnight.trainer.data.loader import DataLoader
-from overnight.trainer.exits import Interrupted, Left, Stopped, Yielded
+from overnight.trainer.exits import Interrupted, Left, Stopped, Yielded, describe, is_success
+from overnight.trainer.journal import Reduce, Values
 from overnight.trainer.link import Link
 from overnight.trainer.loops import Loop, Loops
 from overnight.trainer.metrics import Metrics
@@ -104,9 +105,9 @@ class Run:
         self._link = Link(environment.supervisor, self.rank, os.getpid())
         self._link.open()
         self._orders = Orders(self._signals, self._link)
-        self._metrics = Metrics(self._link, self._ledger)
         group, self._owns_group = join_group(environment, self.device)
-        self._agreement = Agreement(group)
+        self._metrics = Metrics(self._link, self._ledger, self.rank, group)
+        self._agreement = Agreement(group, self._metrics.journal)
         self._origin = claim_origin(inputs, group)
         self.resumed = self._origin.restored is not None
         if self.rank == 0:
@@ -138,20 +139,20 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._ledger.switch("shutdown")
         try:
-            if error is None or _is_success(error):
+            if is_success(error):
                 self._finish()
-            elif not isinstance(error, Left | SystemExit):
-                self._report_error(error)
+            elif error is not None and not isinstance(error, Left | SystemExit):
+                self._link.send("/v1/error", describe(error, self.step))
         except Exception as late:
-            self._report_error(late)
+            self._link.send("/v1/error", describe(late, self.step))
             raise
         finally:
-            self._close(clean=error is None or isinstance(error, Left) or _is_success(error))
+            self._close(clean=isinstance(error, Left) or is_success(error))
 
     def _finish(self) -> None:
         """The end of a script that ran through: the last save is never skipped and its failure is the run's."""
         self._cursor.settle()
-        self._agreement.drain()
+        self._gather(Spot.END)
         if self._saver.tracks:
             self._save()
         if self.rank == 0:
@@ -159,11 +160,6 @@ class Run:
             write_atomic(self._attempt_dir / "final.json", json.dumps(final).encode())
         if self.resumed and self._cursor.step == self._first_step and self._origin.environment.alone and self.rank == 0:
             complain(f"nothing was left to do after step {self._cursor.step}; --fresh starts anew")
-
-    def _report_error(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))[-20_000:]
-        body = {"type": type(error).__name__, "message": str(error)[:4000], "traceback": text, "step": self.step}
-        self._link.send("/v1/error", body)
 
     def _close(self, *, clean: bool) -> None:
         try:
@@ -196,21 +192,41 @@ class Run:
             for name, obj in objects.items():
                 self._saver.track(name, obj)
 
-    def log(self, **values: Any) -> None:
+    def log(self, values: Values = None, /, *, reduce: Reduce = "mean", **more_values: Any) -> None:
         """Records metrics at :attr:`step`; tensors are kept and fetched at a later boundary, so nothing waits here.
 
-        In a gang only rank 0's values are kept.
-        """
-        if self.rank == 0:
-            self._metrics.log(self.step, values)
+        In a gang all ranks log the same names, and one value is made of theirs in the background: it arrives two
+        updates later, at the latest with the next save or report. Means are weighted by the samples of the current
+        micro-batch where the loader pads (``tail="pad"``), and a rank that has only padding does not count; inside a
+        :meth:`phase` all ranks weigh the same.
 
-    def report(self, **values: Any) -> None:
+        Args:
+            values: Numbers or one-element tensors by name, for names that are no keyword: ``{"train/loss": loss}``.
+            reduce: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"`` over ranks, for all values of this call.
+            **more_values: The same by keyword.
+
+        Raises:
+            BadInputError: A value is no single number, a name is empty or longer than 250 characters, or no such rule.
+            RanksDisagreeError: At a later boundary, on all ranks: some rank did not log what the others did.
+        """
+        self._metrics.log(self.step, {**(values or {}), **more_values}, reduce, self._weight)
+
+    def report(self, values: Values = None, /, *, reduce: Reduce = "mean", **more_values: Any) -> None:
         """Reports results at :attr:`step`, such as the objective; pruners see them. Fetches tensors at once.
 
-        In a gang only rank 0's values count: reduce them over ranks first.
+        In a gang all ranks call it; it waits for them and makes one value of theirs, as :meth:`log` does. Of texts rank
+        0's count.
+
+        Args:
+            values, reduce, **more_values: As with :meth:`log`; texts too.
+
+        Raises:
+            BadInputError: A value is neither a single number nor text, or no such rule.
+            RanksDisagreeError: Another rank reports something else, or is somewhere else.
         """
-        if self.rank == 0:
-            self._metrics.report(self.step, values)
+        announced = self._metrics.announce(self.step, {**(values or {}), **more_values}, reduce, self._weight)
+        self._agreement.meet(Spot.REPORT, self.step)
+        self._metrics.report(announced, self._phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -277,6 +293,10 @@ class Run:
     def fingerprint(self) -> str:
         """Hash of every tracked tensor; equal for equal weights, moments and buffers."""
         return self._saver.fingerprint()
+
+    @property
+    def _weight(self) -> float:
+        return 1.0 if self._phase else self._cursor.weight
 
     # -- where it is ------------------------------------------------------------------------------------------------
 
@@ -348,7 +368,8 @@ class Run:
                 batch = next(batches, None)
             if batch is None:
                 break
-            yield from self._hand_out(Pending(loop, loader, batch, batch.last_of_update), batch.data)
+            self._begin()
+            yield from self._cursor.hand_out(Pending(loop, loader, batch, batch.last_of_update), batch.data)
             if not batch.last_of_update:
                 continue
             over = False
@@ -371,7 +392,8 @@ class Run:
         with self._loops.enter(name, "steps") as loop:
             self._at_entry()
             while loop.state["count"] < n and not loop.state["done"]:
-                yield from self._hand_out(Pending(loop), self._cursor.step + 1)
+                self._begin()
+                yield from self._cursor.hand_out(Pending(loop), self._cursor.step + 1)
                 self._boundary()
 
     def epochs(self, n: int, *, name: str = "epochs") -> Iterator[int]:
@@ -390,10 +412,6 @@ class Run:
                 loop.next_round()
                 self._boundary(epoch_end=True)
 
-    def _hand_out(self, pending: Pending, value: Any) -> Generator[Any, None, None]:
-        self._begin()
-        yield from self._cursor.hand_out(pending, value)
-
     def _at_entry(self) -> None:
         """Where a loop is entered: a resumed run is back at its place if these very loops were open at the save."""
         if not self.resumed or self._loops.was_here:
@@ -403,16 +421,15 @@ class Run:
         """Sets the random state, last of all: where the run was saved, at latest before its first round."""
         if self._ready:
             return
+        self._ready = True
         restored = self._origin.restored
-        if restored is None:
-            rng.rederive(self.seed, 0, self.rank)
-        elif restored.manifest.world_size == self.world_size:
+        if restored is not None and restored.manifest.world_size == self.world_size:
             rng.restore(restored.state(RNG))
         else:
             rng.rederive(self.seed, self._cursor.step, self.rank)
-        for name in self._saver.missing() if self.rank == 0 else []:
-            complain(f"{name!r} is in {restored.manifest.name if restored else ''}, but this run does not track it")
-        self._ready = True
+        if restored is not None and self.rank == 0:
+            for name in self._saver.missing():
+                complain(f"{name!r} is in {restored.manifest.name}, but this run does not track it")
 
     # -- boundaries -------------------------------------------------------------------------------------------------
 
@@ -421,9 +438,12 @@ class Run:
         leave, _ = self._orders.leave()
         number = self._loops.innermost.number if over else 0
         timed = self.rank == 0 and self._saver.tracks and self._policy.due_by_time()
-        agreed = self._agreement.exchange(Wishes(leave, int(self._orders.take_save() or timed), number))
+        save, send = int(self._orders.take_save() or timed), int(self._metrics.wants_reduction())
+        agreed = self._agreement.exchange(Wishes(leave, save, number, send), self._cursor.step)
+        self._metrics.advance(start=bool(agreed.send))
         due = self._policy.due_by_count(self._cursor.step, epoch_end=epoch_end) and self._saver.tracks
         if agreed.leave:
+            self._gather(Spot.BOUNDARY)
             self._leave(Leave(agreed.leave), save=agreed.leave != Leave.STOP)
         if agreed.save or due or self._save_wanted:
             self._save()
@@ -433,10 +453,16 @@ class Run:
                 self._reached.note(self._cursor.step)
         return agreed.over
 
+    def _gather(self, spot: Spot) -> None:
+        """Where all ranks wait for each other anyway: makes sure that they do, and brings in all that they logged."""
+        self._agreement.meet(spot, self._cursor.step)
+        self._metrics.gather()
+
     def _save(self) -> None:
         self._save_wanted = False
         started = time.monotonic()
         with self._ledger.within("checkpoint"):
+            self._gather(Spot.SAVE)
             own = {"step": self._cursor.step, "loops": self._loops.export(), "loaders": self._cursor.loader_states()}
             internal = {RUN: own, RNG: rng.capture()}
             position = {"loops": self._loops.path, "loaders": self._cursor.places()}
@@ -469,8 +495,3 @@ class Run:
             where = f"; the same command goes on from there ({self._origin.place})" if saved else ""
             complain(f"left at step {self._cursor.step}{where}")
         raise kind(self._cursor.step, saved=saved, reason=self._orders.reason)
-
-
-def _is_success(error: BaseException) -> bool:
-    """Whether the script left by ``sys.exit()`` or ``sys.exit(0)``, which is as good as running through."""
-    return isinstance(error, SystemExit) and not isinstance(error, Left) and error.code in (None, 0)

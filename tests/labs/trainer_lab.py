@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ def child(order: dict, rank: int, port: int) -> int:
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.alarm(60)  # a gang that hangs is a failure, not a wait
     os.chdir(order["cwd"])
     os.environ.update(order["env"])
     if order["ranks"] > 1:
