@@ -34,6 +34,8 @@ TICK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 0.2
 MAX_PAUSE_SECONDS = 30.0
 _TOPICS = frozenset({"trials", "sweeps"})
+"""What a sweep's progress depends on. Which sweeps there are depends on ``sweeps`` alone."""
+
 _OPEN = frozenset(TrialState) - END_STATES
 
 
@@ -191,10 +193,11 @@ class SweepService:
     def _heard(self, loop: asyncio.AbstractEventLoop, topics: Topics) -> None:
         if topics & _TOPICS:
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
-                loop.call_soon_threadsafe(self._wake)
+                loop.call_soon_threadsafe(self._wake, "sweeps" in topics)
 
-    def _wake(self) -> None:
-        self._changed.set()
+    def _wake(self, are_sweeps_changed: bool = True) -> None:
+        if are_sweeps_changed:
+            self._changed.set()
         for event in self._wakes.values():
             event.set()
 
