@@ -36,6 +36,10 @@ class Engine(Protocol):
         """
         ...
 
+    def version(self, conn: "Connection", node_id: str) -> int:
+        """The ``version`` that :meth:`work` would answer now, for less: no order is made for it."""
+        ...
+
     def poke(self) -> None:
         """Tells the nodes that a server is there, so that they need not find out by trying. Never fails."""
         ...

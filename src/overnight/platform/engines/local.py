@@ -6,10 +6,11 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from overnight.core.enums import LeaseState
-from overnight.core.models.api import Device
+from overnight.core.models.api import Device, Trial
 from overnight.core.models.node import Order, Work
 from overnight.core.settings import Settings
 from overnight.platform.engines.orders import Surroundings, make_order
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 POKE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What should be on a node, by attempts."""
+
+    launches: tuple[attempts.LiveAttempt, ...]
+    keep: tuple[str, ...]
+    kill: tuple[str, ...]
+
+    @property
+    def version(self) -> int:
+        """A hash of the rest, so that it needs no memory."""
+        content = [[one.id for one in self.launches], sorted(self.keep), sorted(self.kill)]
+        return int.from_bytes(hashlib.sha256(json.dumps(content).encode()).digest()[:7], "big")
 
 
 class LocalEngine:
@@ -41,16 +57,14 @@ class LocalEngine:
         self._num_cores = num_cores or len(os.sched_getaffinity(0))
 
     def work(self, conn: "Connection", node_id: str) -> Work:
-        """What should be on the node now; ``version`` is a hash of the rest, so that it needs no memory."""
-        on_node = devices.list_(conn, node_id)
-        live = attempts.live(conn, node_id)
-        running = [one for one in live if one.ended_at is None and one.lease_state is LeaseState.ACTIVE]
-        launches = tuple(self._order(conn, one, on_node) for one in running if one.started_at is None)
-        keep = tuple(one.id for one in live if one.ended_at is None)
-        # Ended here but not clean: whatever the node still has goes; if it has nothing, it says so.
-        over = (one.id for one in live if one.ended_at is not None)
-        kill = tuple(dict.fromkeys([*self._kills(node_id), *over]))
-        return Work(version=_version(launches, keep, kill), launches=launches, keep=keep, kill=kill)
+        """What should be on the node now."""
+        wishes = self._wishes(conn, node_id)
+        launches = self._orders(conn, node_id, wishes.launches) if wishes.launches else ()
+        return Work(version=wishes.version, launches=launches, keep=wishes.keep, kill=wishes.kill)
+
+    def version(self, conn: "Connection", node_id: str) -> int:
+        """The version of :meth:`work`."""
+        return self._wishes(conn, node_id).version
 
     def poke(self) -> None:
         """Wakes the daemon, if there is one."""
@@ -59,14 +73,29 @@ class LocalEngine:
             channel.connect(str(self._settings.paths.node_socket))
             channel.sendall(b'{"op": "poke"}\n')
 
-    def _order(self, conn: "Connection", attempt: attempts.LiveAttempt, on_node: Sequence[Device]) -> Order:
+    def _wishes(self, conn: "Connection", node_id: str) -> _Wishes:
+        live = attempts.live(conn, node_id)
+        running = [one for one in live if one.ended_at is None and one.lease_state is LeaseState.ACTIVE]
+        # Ended here but not clean: whatever the node still has goes; if it has nothing, it says so.
+        over = (one.id for one in live if one.ended_at is not None)
+        return _Wishes(
+            launches=tuple(one for one in running if one.started_at is None),
+            keep=tuple(one.id for one in live if one.ended_at is None),
+            kill=tuple(dict.fromkeys([*self._kills(node_id), *over])),
+        )
+
+    def _orders(self, conn: "Connection", node_id: str, launches: Sequence[attempts.LiveAttempt]) -> tuple[Order, ...]:
+        on_node = devices.list_(conn, node_id)
+        asked = trials.bare(conn, {one.trial_id for one in launches})
+        return tuple(self._order(one, asked[one.trial_id], on_node) for one in launches)
+
+    def _order(self, attempt: attempts.LiveAttempt, trial: Trial, on_node: Sequence[Device]) -> Order:
         around = Surroundings(
             home=self._settings.paths,
             grace_seconds=self._settings.grace_seconds,
             num_cores=self._num_cores,
             num_devices=len(on_node),
         )
-        trial = trials.get(conn, attempt.trial_id)
         leased = set(attempt.device_ids)
         return make_order(
             trial,
@@ -75,11 +104,6 @@ class LocalEngine:
             generation=attempt.generation,
             node_id=attempt.node_id,
             devices=[device for device in on_node if device.id in leased],
-            objective=trial.config.objective or trials.objective(conn, trial.id),
+            objective=trial.config.objective,
             around=around,
         )
-
-
-def _version(launches: Sequence[Order], keep: Sequence[str], kill: Sequence[str]) -> int:
-    content = [[order.attempt_id for order in launches], sorted(keep), sorted(kill)]
-    return int.from_bytes(hashlib.sha256(json.dumps(content).encode()).digest()[:7], "big")

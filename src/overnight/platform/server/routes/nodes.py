@@ -27,12 +27,12 @@ async def work(node_id: str, house: House, after: After = None, wait: Wait = 0.0
     """What should be on the node. Level-triggered: the daemon makes the world match it. Counts as a sign of life."""
     intake.seen(house, node_id)
 
-    def read() -> Work:
-        return house.peek(house.engine.work, node_id)
+    def version() -> int:
+        return house.peek(house.engine.version, node_id)
 
     with house.hub.watch(f"node:{node_id}") as watch:
-        found = await poll(watch, read, lambda work: work.version != after, wait)
-    return answer(found)
+        await poll(watch, version, lambda found: found != after, wait)
+    return answer(house.peek(house.engine.work, node_id))
 
 
 @router.post("/nodes/{node_id}/reports", openapi_extra=takes(NodeReport))
