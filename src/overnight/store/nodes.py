@@ -87,13 +87,13 @@ def _row(conn: sa.Connection, ref: str) -> sa.Row[Any]:
     return row
 
 
-def require(conn: sa.Connection, ref: str) -> None:
-    """Does nothing for a node that is known, by id or name.
+def is_connected(conn: sa.Connection, ref: str) -> bool:
+    """Whether a node, by id or name, counts as there.
 
     Raises:
         NotFoundError: There is none.
     """
-    _row(conn, ref)
+    return bool(_row(conn, ref).connected)
 
 
 def get(conn: sa.Connection, ref: str) -> Node:

@@ -1,6 +1,7 @@
 """Facts from nodes become rows: hello, reports and spools, each in one write."""
 
 import logging
+import math
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -57,11 +58,17 @@ async def hello(house: Services, message: NodeHello) -> NodeWelcome:
 def seen(house: Services, node_id: str) -> None:
     """Records a sign of life, without making its sender wait for the commit.
 
+    Not every one: each costs a flush to disk, for which what is written next has to wait.
+
     Raises:
         NotFoundError: The node is not known: its daemon must say hello again.
     """
-    house.peek(nodes.require, node_id)
-    now = house.clock.now()
+    is_connected = house.peek(nodes.is_connected, node_id)
+    now, at = house.clock.now(), house.clock.monotonic()
+    is_recent = at - house.heard_at.get(node_id, -math.inf) < house.settings.heartbeat_seconds / 2
+    if is_connected and is_recent:
+        return
+    house.heard_at[node_id] = at
     house.store.submit(lambda conn: nodes.seen(conn, node_id=node_id, now=now)).add_done_callback(_log_failure)
 
 

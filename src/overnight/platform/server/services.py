@@ -38,6 +38,7 @@ class Services:
         hub: Wakes long-polls after commits.
         readers: Threads for reads that take more than a moment, so that the event loop stays free.
         started_at: When this server began.
+        heard_at: When, on the monotonic clock, a node's sign of life was last written, by node id.
         scheduling: The scheduler's task.
     """
 
@@ -55,6 +56,7 @@ class Services:
     sweeps: SweepService
     started_at: datetime
     scheduling: "asyncio.Task[None] | None" = None
+    heard_at: dict[str, float] = field(default_factory=dict)
     readers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_READERS, "reader"))
 
     async def read(self, fn: "Callable[Concatenate[Connection, P], T]", *args: P.args, **kwargs: P.kwargs) -> T:
