@@ -65,7 +65,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed
 before = torch.default_generator.get_state()
 started = time.process_time()
-import overnight.trainer
+import overnight.trainer.execution
 seconds = time.process_time() - started
 assert torch.equal(before, torch.default_generator.get_state())
 assert len(os.listdir("/proc/self/task")) == 1, os.listdir("/proc/self/task")
@@ -73,6 +73,24 @@ assert not torch.cuda.is_initialized()
 for name in ("pydantic", "sqlalchemy", "mlflow", "fastapi", "httpx", "torch.distributed.checkpoint"):
     assert name not in sys.modules, name
 assert seconds < 0.5, seconds
+"""
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_warm_process_has_imported_what_a_script_needs(tmp_path: Path) -> None:
+    code = f"""
+import importlib, runpy, sys
+from overnight.platform.node.zygote import PRELOAD
+for name in PRELOAD:
+    importlib.import_module(name)
+before = set(sys.modules)
+sys.argv = ["digits.py", "--epochs", "1", "--width", "2"]
+runpy.run_path({str(EXAMPLES / "digits.py")!r}, run_name="__main__")
+late = [name for name in set(sys.modules) - before if name.startswith("overnight")]
+late += [name for name in set(sys.modules) - before if name.startswith("torch.") and "distributed" in name]
+assert not late, late
+assert len(set(sys.modules) - before) < 10, set(sys.modules) - before
 """
     done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

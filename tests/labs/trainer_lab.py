@@ -17,7 +17,7 @@ import traceback
 import torch._dynamo
 import torch.distributed.checkpoint
 
-import overnight.trainer  # noqa: F401
+import overnight.trainer.execution  # noqa: F401
 
 
 def child(order: dict, rank: int, port: int) -> int:

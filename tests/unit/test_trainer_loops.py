@@ -15,7 +15,7 @@ import torch
 from overnight import trainer
 from overnight.core.errors import BadInputError, CheckpointError, DatasetChangedError
 from overnight.trainer.data.record import Audit, audit
-from overnight.trainer.run import Run
+from overnight.trainer.execution import Run
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,21 @@
 The same script runs under ``python``, ``torchrun`` and ``overnight``. Alone, its folder is
 ``.overnight/<script>/<hash of params>``: the same command goes on where it stopped, ``--fresh`` starts anew.
 
-Importing this package runs no torch operator, draws no random number, asks no GPU and starts no thread, so that a warm
-process may import it and fork later.
+Torch comes with the first name that needs it, so that whoever only reads sample records does without. Importing any
+module of this package runs no torch operator, draws no random number, asks no GPU and starts no thread: a warm process
+imports :mod:`overnight.trainer.execution`, which brings all that a script needs, and forks later.
 """
 
+import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from overnight.trainer.checkpoint.reader import inspect, newest_good
-from overnight.trainer.data.loader import DataLoader
 from overnight.trainer.exits import EXIT_LEFT, Interrupted, Left, Stopped, Yielded
-from overnight.trainer.run import Run
+
+if TYPE_CHECKING:
+    from overnight.trainer.checkpoint.reader import inspect, newest_good
+    from overnight.trainer.data.loader import DataLoader
+    from overnight.trainer.execution import Run
 
 __all__ = [
     "EXIT_LEFT",
@@ -40,6 +44,24 @@ __all__ = [
     "run",
 ]
 
+_HOMES = {
+    "DataLoader": "overnight.trainer.data.loader",
+    "Run": "overnight.trainer.execution",
+    "inspect": "overnight.trainer.checkpoint.reader",
+    "newest_good": "overnight.trainer.checkpoint.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
 
 def run(
     defaults: Mapping[str, Any] | None = None,
@@ -48,7 +70,7 @@ def run(
     keep: int = 2,
     fresh: bool = False,
     seed: int = 0,
-) -> Run:
+) -> "Run":
     """A run, to be used as ``with trainer.run(...) as run:``.
 
     Args:
@@ -66,4 +88,6 @@ def run(
         NoUsableCheckpointError: On entry: there are checkpoints, but none that can be used.
         FencedError: On entry: a newer start of the same trial owns its checkpoints.
     """
+    from overnight.trainer.execution import Run
+
     return Run(defaults or {}, every=every, keep=keep, fresh=fresh, seed=seed)

@@ -26,7 +26,14 @@ from typing import Any, NoReturn
 
 from overnight.platform.node import packages, rank, reaper, supervisor
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "overnight.trainer")
+PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "overnight.trainer.execution",  # overnight.trainer alone loads its parts when they are asked for
+)
 SPARE_DELAY_SECONDS = 0.05
 """A new spare is forked this long after the last order: not while the trial that took the old one starts."""
 
