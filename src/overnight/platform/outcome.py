@@ -36,6 +36,8 @@ class Exit:
         error: What the ranks reported before the exception left the run.
         last_lines: The end of rank 0's output.
         oom: The kernel killed a rank for memory.
+        failed_rank: The rank whose failure came first, None if none failed or it is not known.
+        error_rank: The rank that ``error`` is of, None if it is not known.
         out_of_time: Its supervisor stopped it at its own time limit.
     """
 
@@ -46,6 +48,8 @@ class Exit:
     error: TrialError | None = None
     last_lines: tuple[str, ...] = ()
     oom: bool = False
+    failed_rank: int | None = None
+    error_rank: int | None = None
     out_of_time: bool = False
 
     @classmethod
@@ -62,6 +66,8 @@ class Exit:
             error=_error(data.get("error"), last_lines),
             last_lines=last_lines,
             oom=bool(data.get("oom")),
+            failed_rank=_rank(data.get("failed_rank")),
+            error_rank=_rank(data["error"].get("rank")) if isinstance(data.get("error"), Mapping) else None,
             out_of_time=isinstance(told, Mapping) and told.get("reason") == "max_time",
         )
 
@@ -70,6 +76,15 @@ class Exit:
         """Every rank ended of itself with 0."""
         return bool(self.exit_codes) and all(code == 0 for code in self.exit_codes) and self.killed is None
 
+    @property
+    def lost_rank(self) -> int | None:
+        """The rank that a signal took away before anything else went wrong; what its peers then raised says nothing."""
+        rank = self.failed_rank
+        if rank is None or rank >= len(self.exit_codes) or (self.exit_codes[rank] or 0) >= 0:
+            return None
+        is_consequence = self.error is None or self.error_rank not in (None, rank)
+        return rank if is_consequence and self.killed in (None, "peer_failed") else None
+
 
 def _list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
@@ -77,6 +92,10 @@ def _list(value: Any) -> list[Any]:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _rank(value: Any) -> int | None:
+    return value if _is_int(value) and value >= 0 else None
 
 
 def _error(data: Any, last_lines: tuple[str, ...]) -> TrialError | None:
@@ -196,6 +215,8 @@ def _broken(exit: Exit) -> tuple[Outcome, str]:
     error = exit.error
     if exit.oom:
         return Outcome.OUT_OF_MEMORY, "the kernel killed it: out of memory"
+    if (lost := exit.lost_rank) is not None:
+        return Outcome.INFRA_FAULT, f"{_code(lost, exit.exit_codes[lost])}; nobody here sent that"
     if error is not None:
         at = f" at step {error.step}" if error.step is not None else ""
         text = f"{error.type}: {error.message.strip().splitlines()[0][:300] if error.message.strip() else ''}{at}"
@@ -221,13 +242,15 @@ def _killed_by_us(exit: Exit) -> tuple[Outcome, str]:
 def _codes(exit: Exit) -> str:
     """The first rank that did not end well, in words."""
     for rank, code in enumerate(exit.exit_codes):
-        if code is None:
-            return f"how rank {rank} ended is unknown"
-        if code < 0:
-            return f"rank {rank} was killed by {_signal(-code)}"
-        if code > 0:
-            return f"rank {rank} exited with {code}"
+        if code != 0:
+            return _code(rank, code)
     return "every rank exited with 0" if exit.exit_codes else "no rank was started"
+
+
+def _code(rank: int, code: int | None) -> str:
+    if code is None:
+        return f"how rank {rank} ended is unknown"
+    return f"rank {rank} exited with {code}" if code >= 0 else f"rank {rank} was killed by {_signal(-code)}"
 
 
 def _signal(number: int) -> str:

@@ -199,7 +199,7 @@ class SpoolEvent(Wire):
     - ``mlflow``: ``params`` {}, ``tags`` {}
     - ``exit``: ``exit_codes`` [per rank; negative is a signal; None unknown], ``left`` (``yield``, ``stop``, None:
       what the ranks said when they left on a directive), ``saved``, ``killed`` (why the supervisor killed, or None),
-      ``error`` {type, message, traceback, step} or None, ``last_lines``, ``seconds``, ``oom`` bool,
+      ``error`` {type, message, traceback, step, rank} or None, ``last_lines``, ``seconds``, ``oom`` bool,
       ``failed_rank`` (whose failure came first, or None), ``directive`` (the one in force at the end, or None).
       ``killed`` is ``grace`` (did not leave in time, or listens to no directive), ``peer_failed``, ``killed`` (by the
       node's daemon), ``stale`` or ``spool_failed``

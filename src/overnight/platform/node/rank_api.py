@@ -141,7 +141,8 @@ class RankApi:
             str(body.get("traceback") or ""),
             step if isinstance(step, int) else None,
         )
-        self._attempt.rank_said("error", _rank(body), error)
+        rank = _rank(body)
+        self._attempt.rank_said("error", rank, {**error, "rank": rank})
         return {}
 
     def _leaving(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -473,6 +473,7 @@ class Supervisor:
         error = self._error
         if error is None and self._failed_rank is not None:
             error = evidence.error_from_log(lines)
+            error = error and {**error, "rank": witness}
         shot = any(code == -signal.SIGKILL for code in codes) and self._killed is None
         left = self._how_left()
         return {
