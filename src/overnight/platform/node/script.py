@@ -10,7 +10,6 @@ Standard library only: runs in the user's interpreter too.
 import atexit
 import builtins
 import contextlib
-import importlib
 import importlib.util
 import multiprocessing
 import multiprocessing.process
@@ -58,16 +57,23 @@ def make_anew() -> None:
     if torch is not None:
         torch.default_generator.seed()
     _set_threads(1)
+    threadpoolctl = sys.modules.get("threadpoolctl")
+    if threadpoolctl is not None:
+        global _pools
+        _pools = threadpoolctl.ThreadpoolController()
+
+
+_pools: Any = None
+"""The thread pools of the libraries that the warm process has loaded; finding them takes some milliseconds."""
 
 
 def _set_threads(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
-    if threads > 1:
+    if threads > 1 and _pools is not None:
         # The warm process loaded its BLAS with one thread, to stay single-threaded.
-        with contextlib.suppress(ImportError):
-            importlib.import_module("threadpoolctl").threadpool_limits(threads, user_api="blas")
+        _pools.limit(limits=threads, user_api="blas")
 
 
 def _fresh_main(file: str) -> types.ModuleType:

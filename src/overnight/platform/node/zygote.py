@@ -32,6 +32,7 @@ PRELOAD = (
     "torch.distributed",
     "torch.distributed.checkpoint",
     "torch._dynamo",
+    "threadpoolctl",
     "overnight.trainer.execution",  # overnight.trainer alone loads its parts when they are asked for
 )
 SPARE_DELAY_SECONDS = 0.05
