@@ -279,7 +279,7 @@ def test_double_orders_and_racing_daemons_launch_once(lab: Any) -> None:
         noise.join()
     assert (Path(order["trial_dir"]) / "ran").read_text() == "x"
     assert len(lab.server.events(order["attempt_id"], "started")) == 1
-    assert sum(daemon.poll() is None for daemon in racing) == 1
+    wait_for(lambda: sum(daemon.poll() is None for daemon in racing) == 1)
     assert {daemon.wait(5) for daemon in racing if daemon.poll() is not None} == {3}
 
 
