@@ -179,6 +179,38 @@ def test_a_supervised_run_from_hello_to_the_last_checkpoint(supervised: Supervis
     assert {"launch", "restore", "compute", "checkpoint", "eval"} <= set(seconds)
 
 
+def test_where_the_seconds_of_five_went(supervised: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrived sums to the wall clock, read by the ledger itself: launch to the very end of the run."""
+    readings: list[float] = []
+
+    def clock() -> float:
+        readings.append(time.monotonic())
+        return readings[-1]
+
+    def ledger(launched: float) -> Ledger:
+        return Ledger(clock, launched)
+
+    monkeypatch.setattr("overnight.trainer.execution.Ledger", ledger)
+    monkeypatch.setattr("overnight.trainer.execution.seconds_since_launch", lambda _: 0.25)
+    entered = time.monotonic()
+    with trainer.run(every=20) as run:
+        run.track(model=torch.nn.Linear(2, 2))
+        for _ in run.batches(trainer.DataLoader(range(8), batch_size=2, num_workers=0), seconds=5.0):
+            time.sleep(0.02)  # the work
+            if run.every(updates=25):
+                with run.phase("eval"), run.phase("of my own"):
+                    run.report(acc=run.step)
+    left = time.monotonic()
+    seconds: dict[str, float] = {}
+    for body in supervised.of("/v1/push"):
+        for name, amount in body.get("ledger", {}).get("seconds", {}).items():
+            seconds[name] = seconds.get(name, 0.0) + amount
+    assert sum(seconds.values()) == pytest.approx(readings[-1] - readings[0] + 0.25, rel=1e-6)
+    assert entered <= readings[0] and readings[-1] <= left and readings[-1] - readings[0] >= 5.0
+    assert seconds["compute"] > 4.0 and seconds["launch"] >= 0.25
+    assert set(seconds) == {"launch", "restore", "compute", "data_wait", "checkpoint", "eval", "shutdown"}
+
+
 ENDS = [("yield", trainer.Yielded, True), ("stop", trainer.Stopped, False)]
 
 
