@@ -302,7 +302,8 @@ class Daemon:
 
     def _kill(self, held: Held, why: str) -> None:
         if not held.kill_why:
-            _log.info("attempt %s is killed: %s", held.attempt_id, why)
+            if not held.is_finishing:
+                _log.info("attempt %s is killed: %s", held.attempt_id, why)
             held.kill_why = why
             self._spawn(kill(held))
 

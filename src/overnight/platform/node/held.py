@@ -24,6 +24,9 @@ from overnight.platform.node.wire import WireError
 KILL_SECONDS = 12.0
 """From asking a supervisor to kill its ranks to killing the supervisor."""
 
+FINISH_SECONDS = 15.0
+"""From ``exit.json`` to a supervisor's own end: it only delivers its last words."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -45,6 +48,11 @@ class Held:
     kill_why: str = ""
     dirty: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether its ranks are gone and all is said: ``exit.json`` is written after the last process has ended."""
+        return (self.folder / "exit.json").exists()
 
 
 class Registry:
@@ -87,6 +95,13 @@ async def until_gone(identity: Identity) -> None:
         os.close(descriptor)
 
 
+async def _is_gone_within(identity: Identity, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(until_gone(identity), seconds)
+        return True
+    return False
+
+
 def signal_process(identity: Identity, number: int) -> None:
     """Signals exactly this process, or nobody."""
     descriptor = identity.pidfd()
@@ -99,11 +114,10 @@ def signal_process(identity: Identity, number: int) -> None:
 async def kill(held: Held) -> None:
     """Has a supervisor kill its ranks; a supervisor that does not is killed too. The burial does the rest."""
     identity = held.supervisor
-    if identity is None:
+    if identity is None or (held.is_finishing and await _is_gone_within(identity, FINISH_SECONDS)):
         return
     signal_process(identity, signal.SIGTERM)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(until_gone(identity), KILL_SECONDS)
+    if await _is_gone_within(identity, KILL_SECONDS):
         return
     _log.warning("supervisor %d of %s does not end: killed", identity.pid, held.attempt_id)
     signal_process(identity, signal.SIGKILL)
