@@ -13,8 +13,12 @@ import pytest
 
 import overnight.cli
 from overnight.cli import app as cli_app
+from overnight.cli import preparing
 from overnight.cli.session import Session
 from overnight.core import errors
+from overnight.core.enums import Mode, RunKind
+from overnight.core.models.spec import Command, Objective
+from overnight.core.settings import Settings
 
 HEAVY = ("torch", "mlflow", "sqlalchemy", "fastapi", "textual", "httpx", "pydantic", "optuna", "numpy", "yaml")
 
@@ -119,6 +123,16 @@ BAD_INPUT = [
     (["submit", "--priority", "urgnt", "good.py"], 2, "Did you mean 'urgent'?"),
     (["submit", "--experiment", "../x", "good.py"], 2, "no name"),
     (["submit", "--python", "nowhere", "good.py"], 2, "no interpreter"),
+    (["submit", "--replicates", "0", "good.py"], 2, "replicates"),
+    (["submit", "--replicates", "100000", "good.py"], 2, "replicates"),
+    (["submit", "--key", "", "good.py"], 2, "key"),
+    (["submit", "--key", "k" * 300, "good.py"], 2, "key"),
+    (["submit", "--note", "n" * 10_001, "good.py"], 2, "note"),
+    (["submit", "--objective", "", "good.py"], 2, "objective.metric"),
+    (["submit", "good.py", "--objective", "loss"], 2, "stands behind the script"),
+    (["submit", "no-such-program", "--lr", "1"], 2, "there is no file no-such-program"),
+    (["submit", "./no-such-program"], 2, "there is no file no-such-program"),
+    (["submit", "."], 2, "is no file"),
     (["submit", "good.py", "--dry-run"], 2, "stands behind the script"),
     (["submit", "good.py", "--lr", "1", "--lr", "2"], 2, "given twice"),
     (["submit", "bad.yaml"], 2, "bad.yaml:3: there is no key 'priorty'"),
@@ -141,7 +155,7 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "message"), BAD_INPUT, ids=[" ".join(case[0]) for case in BAD_INPUT])
+@pytest.mark.parametrize(("words", "code", "message"), BAD_INPUT, ids=[" ".join(case[0])[:60] for case in BAD_INPUT])
 def test_bad_input_is_a_short_answer(words, code, message, tmp_path, monkeypatch, capsys):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -240,3 +254,42 @@ def test_run_is_the_interpreter_itself(overnight_cli, tmp_path):
     )  # fmt: skip
     assert "42" in stopped.stdout
     assert stopped.returncode == 7
+
+
+def prepared(target, *words, **overrides):
+    """What ``submit`` would send, with the words behind the target."""
+    return preparing.prepare(Path(target), words, preparing.Overrides(**overrides), Settings(home=Path("home")), {})
+
+
+def test_any_program_is_submitted_with_its_words_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "anything"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    found = prepared("bin/anything", "--flag", "--gpus", "x=1")
+    assert found.config.run == Command(kind=RunKind.COMMAND, target="./anything", argv=("--flag", "--gpus", "x=1"))
+    assert found.config.workdir == str(tmp_path / "bin")
+    assert found.config.experiment == "anything"
+    assert found.params == {}
+
+
+def test_a_program_of_the_path_runs_in_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert prepared("sh", "-c", "true").config.run == Command(kind=RunKind.COMMAND, target="sh", argv=("-c", "true"))
+    script = prepared("python3", "train.py", "--lr", "1").config
+    assert script.run == Command(kind=RunKind.SCRIPT, target="train.py", argv=("--lr", "1"))
+    assert (script.experiment, script.workdir) == ("train", str(tmp_path))
+
+
+def test_the_command_line_names_an_objective(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "spec.yaml").write_text(
+        "script: train.py\nobjective: {metric: a, mode: max, source: pattern, pattern: 'acc=(.*)'}\n"
+    )
+    assert prepared("train.py", objective="val_loss").config.objective == Objective(metric="val_loss")
+    assert prepared("train.py", objective="a:b:max").config.objective == Objective(metric="a:b", mode=Mode.MAX)
+    changed = prepared("spec.yaml", objective="acc").config.objective
+    assert changed == Objective(metric="acc", mode=Mode.MAX, source="pattern", pattern="acc=(.*)")

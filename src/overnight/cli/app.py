@@ -29,7 +29,7 @@ RUN, LOOK, STEER, HOUSE = "Run", "Look", "Steer", "House"
 
 COMMANDS: dict[str, Entry] = {
     "run": Entry(RUN, "overnight.cli.run:run", "Train a script here and now, in this terminal; no server needed."),
-    "submit": Entry(RUN, "overnight.cli.submit:submit", "Queue a script or a spec file."),
+    "submit": Entry(RUN, "overnight.cli.submit:submit", "Queue a script, a spec file or a program."),
     "sweep": Entry(RUN, "overnight.cli.sweep:sweep", "Search a space: start a spec file's sweep."),
     "demo": Entry(RUN, "overnight.cli.dashboard:demo", "See what overnight is for, in two minutes."),
     "status": Entry(LOOK, "overnight.cli.status:status", "The whole house on one page."),

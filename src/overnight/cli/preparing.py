@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -17,7 +18,7 @@ from overnight.cli import flags
 from overnight.core import specfile
 from overnight.core.enums import ArgsStyle, PriorityClass, RunKind
 from overnight.core.errors import InvalidSpecError, ScriptError
-from overnight.core.models.spec import Command, Compute, TrialConfig
+from overnight.core.models.spec import Command, Compute, Objective, TrialConfig
 from overnight.core.settings import Settings
 from overnight.core.specfile import Spec
 from overnight.core.spectext import Document
@@ -42,6 +43,7 @@ class Overrides:
     priority: str | None = None
     python: str | None = None
     args: ArgsStyle | None = None
+    objective: str | None = None
     params: Mapping[str, Any] | None = None
 
 
@@ -99,9 +101,39 @@ def _experiment_name(path: Path) -> str:
 
 def script_spec(path: Path) -> Spec:
     """The spec that a bare script stands for."""
+    return _bare_spec(_experiment_name(path), Command(kind=RunKind.SCRIPT, target=path.name))
+
+
+def program_spec(target: Path, words: Sequence[str]) -> tuple[Spec, Path]:
+    """The spec that any other command line stands for, and the folder in which it runs.
+
+    Args:
+        target: An executable file, or the name of a program on the PATH, which runs in the working directory.
+        words: Its arguments, which are passed on as they are.
+
+    Raises:
+        ScriptError: There is no such program, or it is not executable.
+    """
+    if target.is_file():
+        if not os.access(target, os.X_OK):
+            raise ScriptError(
+                f"{target} is neither a Python script (.py) nor a spec ({' '.join(SPEC_SUFFIXES)}) nor executable",
+                hint=f"If it is a program: chmod +x {target}",
+            )
+        run, root = specfile.command_of((f"./{target.name}", *words)), target.absolute().parent
+    elif target.exists():
+        raise ScriptError(f"{target} is no file", hint="Name a script, a spec or a program.")
+    elif "/" in str(target) or shutil.which(target) is None:
+        raise ScriptError(f"there is no file {target}", hint=_similar(target))
+    else:
+        run, root = specfile.command_of((str(target), *words)), Path.cwd()
+    return _bare_spec(_experiment_name(Path(run.target)), run), root
+
+
+def _bare_spec(experiment: str, run: Command) -> Spec:
     return Spec(
-        experiment=_experiment_name(path),
-        run=Command(kind=RunKind.SCRIPT, target=path.name),
+        experiment=experiment,
+        run=run,
         args=ArgsStyle.FLAGS,
         python=None,
         include=(),
@@ -134,7 +166,7 @@ def prepare(
     """Everything of a submit up to the first byte sent.
 
     Args:
-        target: A script or a spec file.
+        target: A script, a spec file or a program.
         words: What stands behind it on the command line.
         overrides: Options of the command line.
         settings: For the cache of snapshots.
@@ -144,12 +176,9 @@ def prepare(
     Raises:
         BadInputError: Something is wrong with script, spec, params or code; nothing was sent.
     """
-    spec = read_spec(target) if is_spec(target) else script_spec(checked_suffix(target))
-    spec = _overridden(spec, overrides, str(target))
-    parsed = flags.parse_words(words, spec.args, reserved)
+    spec, root, parsed = _read(target, words, overrides, reserved)
     run = spec.run.model_copy(update={"argv": (*spec.run.argv, *parsed.argv)})
     spec = replace(spec, run=run)
-    root = target.absolute().parent
     python = find_python(overrides.python or spec.python, Path.cwd() if overrides.python else root)
     required = _check_run(run, root, python)
     taken = snapshot.take(
@@ -170,16 +199,35 @@ def checked_suffix(path: Path) -> Path:
     if not path.exists():
         raise ScriptError(f"there is no file {path}", hint=_similar(path))
     if path.suffix != ".py":
-        hint = "Other programs run through a spec file: run: ./program --flag"
-        raise ScriptError(f"{path} is neither a Python script (.py) nor a spec ({' '.join(SPEC_SUFFIXES)})", hint=hint)
+        raise ScriptError(f"{path} is no Python script (.py)", hint=f"Queue it: overnight submit {path}")
     return path
 
 
-def _overridden(spec: Spec, overrides: Overrides, name: str) -> Spec:
+def _read(
+    target: Path, words: Sequence[str], overrides: Overrides, reserved: Sequence[str]
+) -> tuple[Spec, Path, flags.Words]:
+    """The spec that the target is or stands for, the folder in which it runs, and what the words behind it mean."""
+    if not is_spec(target) and target.suffix != ".py":
+        spec, root = program_spec(target, words)
+        return _overridden(spec, overrides), root, flags.Words((), {})
+    spec = _overridden(read_spec(target) if is_spec(target) else script_spec(checked_suffix(target)), overrides)
+    return spec, target.absolute().parent, flags.parse_words(words, spec.args, reserved)
+
+
+def _objective(text: str | None, known: Objective | None) -> dict[str, Any] | None:
+    """``val_loss`` or ``val_accuracy:max``; the rest of what a spec says about it stays."""
+    if text is None:
+        return None
+    metric, mode = re.fullmatch(r"(.*?)(?::(min|max))?", text, re.DOTALL).groups()  # type: ignore[union-attr]  # fits all
+    return (known.model_dump() if known else {}) | {"metric": metric} | ({"mode": mode} if mode else {})
+
+
+def _overridden(spec: Spec, overrides: Overrides) -> Spec:
     changes = {
         "experiment": overrides.experiment,
         "priority": overrides.priority,
         "args": overrides.args,
+        "objective": _objective(overrides.objective, spec.objective),
     }
     data = {key: value for key, value in changes.items() if value is not None}
     document = Document({}, "the command line")

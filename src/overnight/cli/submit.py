@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from overnight.core.models.api import Proposal, ProposalIn
 
 RESERVED = (
-    "--gpus", "--priority", "--experiment", "--params", "--param", "--python", "--args", "--replicates", "--note",
-    "--hold", "--wait", "--follow", "--key", "--dry-run", "--output", "--schema",
+    "--gpus", "--priority", "--objective", "--experiment", "--params", "--param", "--python", "--args", "--replicates",
+    "--note", "--hold", "--wait", "--follow", "--key", "--dry-run", "--output", "--schema",
 )  # fmt: skip
 """Own options, which must not be taken for params when somebody puts them behind the script."""
 
@@ -34,17 +34,24 @@ def _print_schema(value: bool) -> None:
 @command(
     "overnight submit train.py --lr 3e-4 --depth 12          # words behind the script are its params",
     "overnight submit --gpus 2 --priority urgent train.py    # options stand before the script",
+    "overnight submit --objective val_acc:max train.py       # what it reports, and which way is better",
     "overnight submit -p opt.lr=3e-4 --follow spec.yaml      # a spec file; then watch its output",
     "overnight submit train.py --lr 3e-4 -- --verbose        # words behind -- are passed on as they are",
+    "overnight submit -- ./anything --flag                   # any program, with its words as they are",
     "overnight submit --schema > spec.schema.json            # the JSON schema of spec files",
     raw_arguments=True,
 )
 def submit(
     ctx: typer.Context,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A .py script, or a .yaml or .toml spec.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="A .py script, a .yaml or .toml spec, or a program.")
+    ],
     words: Annotated[list[str] | None, typer.Argument(metavar="--NAME VALUE", help="Params of the script.")] = None,
     gpus: Gpus = None,
     priority: Priority = None,
+    objective: Annotated[
+        str | None, typer.Option(metavar="METRIC[:MODE]", help="What to compare by; MODE is min or max.")
+    ] = None,
     experiment: Experiment = None,
     param: Annotated[list[str] | None, typer.Option("--param", "-p", metavar="NAME=VALUE", help="One param.")] = None,
     params: Annotated[str | None, typer.Option(metavar="JSON", help="Many params, as a JSON object.")] = None,
@@ -62,29 +69,32 @@ def submit(
         bool, typer.Option("--schema", callback=_print_schema, is_eager=True, help="Print the JSON schema of specs.")
     ] = False,
 ) -> None:
-    """Queue a script or a spec file.
+    """Queue a script, a spec file or a program.
 
     The code is copied now: what runs is what was submitted, whatever changes afterwards. Without a script's own
     --name value words, everything comes from the spec.
     """
     from overnight.cli import flags, preparing
+    from overnight.core import specfile
     from overnight.core.models.api import ProposalIn
+    from overnight.core.spectext import Document
 
     session = session_of(ctx)
     given = {**flags.parse_object(params), **flags.parse_pairs(param or ())}
-    overrides = preparing.Overrides(experiment, gpus, priority, python, _style(args), given)
+    overrides = preparing.Overrides(experiment, gpus, priority, python, _style(args), objective, given)
     prepared = preparing.prepare(target, words or (), overrides, session.settings, session.env, RESERVED)
     if prepared.spec.sweep is not None:
         session.note(f"note: {target} has a sweep; this queues one trial of it. To search: overnight sweep {target}")
-    proposal = ProposalIn(
-        config=prepared.config,
-        params=_canonical(prepared.params),
-        replicates=replicates or prepared.spec.replicates,
-        key=key,
-        note=note or prepared.spec.note,
-        hold=hold,
-        dry_run=dry_run,
-    )
+    data = {
+        "config": prepared.config,
+        "params": _canonical(prepared.params),
+        "replicates": prepared.spec.replicates if replicates is None else replicates,
+        "key": key,
+        "note": note or prepared.spec.note,
+        "hold": hold,
+        "dry_run": dry_run,
+    }
+    proposal = specfile.validate(ProposalIn, data, Document({}, "the command line"))
     with session.client() as client:
         answer = send(client, prepared, proposal)
         _print_answer(session, answer, prepared, dry_run, hold)
@@ -139,9 +149,8 @@ def _print_answer(session: Session, answer: "Proposal", prepared: "Prepared", dr
         session.console.print(f"{' '.join(names)}: the same work was submitted before; nothing new was queued")
         session.note(f"hint:  overnight show {names[0]}, or overnight rerun {names[0]}" if names else "")
         return
-    session.console.print(
-        f"{' '.join(names)} queued" if not answer.hint else f"{' '.join(names)} queued: {answer.hint}"
-    )
+    state = "held" if hold else "queued"
+    session.console.print(f"{' '.join(names)} {state}" + (f": {answer.hint}" if answer.hint else ""))
     if sys.stdout.isatty():
         session.note(f"next:  overnight logs -f {names[0]}   overnight why {names[0]}")
 

@@ -89,9 +89,8 @@ def _start(
         client.upload_code(prepared.snapshot.digest, prepared.snapshot.read)
     elif not client.has_code(prepared.snapshot.digest):
         config = config.model_copy(update={"code": None})
-    return client.start_sweep(
-        SweepIn(config=config, sweep=search, schedule=prepared.spec.schedule, key=key, dry_run=dry_run)
-    )
+    data = {"config": config, "sweep": search, "schedule": prepared.spec.schedule, "key": key, "dry_run": dry_run}
+    return client.start_sweep(specfile.validate(SweepIn, data, document))
 
 
 def _after_start(session: Session, client: "Client", started: "Sweep", *, detach: bool, dry_run: bool) -> None:

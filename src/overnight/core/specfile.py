@@ -10,7 +10,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Self, TypeVar
@@ -360,7 +360,12 @@ def _command(surface: SpecFile) -> Command:
         return Command(kind=RunKind.SCRIPT, target=surface.script[0], argv=surface.script[1:])
     if surface.module:
         return Command(kind=RunKind.MODULE, target=surface.module[0], argv=surface.module[1:])
-    program, *rest = surface.run
+    return command_of(surface.run)
+
+
+def command_of(words: Sequence[str]) -> Command:
+    """What the words of a command line run: ``python x.py`` a script, ``python -m x`` a module, all else a program."""
+    program, *rest = words
     if _PYTHON.fullmatch(PurePosixPath(program).name) and "/" not in program and rest:
         if rest[0] == "-m" and len(rest) > 1:
             return Command(kind=RunKind.MODULE, target=rest[1], argv=tuple(rest[2:]))
