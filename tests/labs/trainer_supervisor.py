@@ -16,7 +16,7 @@ class Supervisor:
         self.path = str(path)
         self.received: list[tuple[str, dict[str, Any]]] = []
         self.status = 200
-        self.directive = {"version": 0, "action": "continue", "grace_seconds": 30.0, "reason": ""}
+        self.directive: dict[str, Any] = {"version": 0, "action": "continue", "grace_seconds": 30.0, "reason": ""}
         self.changed = threading.Condition()
         supervisor = self
 
