@@ -163,17 +163,20 @@ def test_an_answer_of_another_version_says_so(client, server, body):
         client.trial("a-1")
 
 
-@pytest.mark.parametrize("ref", ["", ".", ".."])
+@pytest.mark.parametrize("ref", ["", ".", "..", "../x", "a/b", "/"])
 def test_a_name_that_would_change_the_route_is_not_sent(client, server, ref):
-    with pytest.raises(errors.NotFoundError):
+    with pytest.raises(errors.NotFoundError, match="there is no trial"):
         client.trial(ref)
+    with pytest.raises(errors.NotFoundError) as caught:
+        client.stop_sweep(ref)
+    assert "overnight sweep --list" in caught.value.hint
     assert server.seen == []
 
 
 def test_odd_names_are_quoted(client, server):
     server.answer = lambda request: (200, trial())
-    client.trial("../x?y#z a/ü")
-    assert server.seen[0]["path"] == "/v1/trials/..%2Fx%3Fy%23z%20a%2F%C3%BC"
+    client.trial("x?y#z aü")
+    assert server.seen[0]["path"] == "/v1/trials/x%3Fy%23z%20a%C3%BC"
 
 
 def test_a_submit_is_sent_again_with_the_same_key(client, server):
@@ -216,7 +219,35 @@ def test_a_stranger_is_told_at_once_that_nobody_is_there(home):
     ):
         client.status()
     assert pauses == []
-    assert "overnight up" in caught.value.hint
+    assert "--server" in caught.value.hint
+
+
+def test_a_server_elsewhere_is_not_waited_for_because_of_the_home(home):
+    scripted = Scripted()
+    scripted.stop()
+    write_server_file(home, "http://127.0.0.1:1")
+    home.paths.server_file.rename(home.paths.up_lock)
+    pauses = []
+    with Client(home, server=scripted.url, sleep=pauses.append) as client, pytest.raises(errors.ServerAwayError):
+        client.status()
+    assert pauses == []
+
+
+@pytest.mark.parametrize(
+    "url", ["banana", "127.0.0.1:80", "localhost:8000", "ftp://x", "http://", "http://x:y", "http://[x"]
+)
+def test_a_server_that_is_no_address_is_named(home, url):
+    with pytest.raises(errors.InvalidSpecError, match="is no address"):
+        connect.find_server(home.model_copy(update={"server": url}))
+
+
+@pytest.mark.parametrize("token", ["a\nb", "é", "a b", "t" * 5000, ""])
+@pytest.mark.parametrize("server", [None, "http://127.0.0.1:1"])
+def test_a_token_that_fits_no_header_is_refused_without_showing_it(home, token, server):
+    write_server_file(home, "http://127.0.0.1:1")
+    with pytest.raises(errors.InvalidSpecError, match="printable ASCII") as caught:
+        connect.find_server(home.model_copy(update={"token": token, "server": server}))
+    assert not token or token not in caught.value.message
 
 
 def write_server_file(home, at, **changes):

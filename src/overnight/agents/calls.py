@@ -151,9 +151,14 @@ def _query(**values: Any) -> Query:
     return tuple(pairs)
 
 
+_LISTED_BY = {"sweep": "overnight sweep --list", "device": "overnight devices"}
+
+
 def _ref(kind: str, ref: str) -> str:
-    if not ref or ref in (".", ".."):
-        raise errors.NotFoundError(f"{ref!r} names no {kind}", hint="Names are listed by: overnight ls")
+    """A name as part of a path. One that no thing can have is not sent: a server would take it for another route."""
+    if not ref or ref in (".", "..") or ("/" in ref and kind != "device"):
+        shows = _LISTED_BY.get(kind, "overnight ls")
+        raise errors.NotFoundError(f"there is no {kind} {ref!r}", hint=f"`{shows}` shows what there is.")
     return quote(ref, safe="")
 
 

@@ -107,7 +107,8 @@ class _Base:
         url = self._address.url if self._address else "the server"
         self._address = None
         detail = str(error) or type(error).__name__
-        return ServerAwayError(f"no answer from {url}: {detail}", hint=connect.START_HINT)
+        hint = connect.ELSEWHERE_HINT if self.settings.server else connect.START_HINT
+        return ServerAwayError(f"no answer from {url}: {detail}", hint=hint)
 
     def _pause(self, patience: Patience, call: Call[Any], error: OvernightError, unsent: bool) -> float:
         known = self._answered or connect.is_supervised(self.settings)

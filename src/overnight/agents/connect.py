@@ -9,11 +9,13 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from overnight.core.errors import BadTokenFileError, ServerAwayError
+from overnight.core.errors import BadTokenFileError, InvalidSpecError, ServerAwayError
 from overnight.core.settings import Settings
 
 START_HINT = "Start one: overnight up -d"
+ELSEWHERE_HINT = "Is it running there? The address comes from --server or OVERNIGHT_SERVER."
 
 
 @dataclass(frozen=True)
@@ -29,21 +31,47 @@ def find_server(settings: Settings) -> Address:
 
     Raises:
         ServerAwayError: No server runs for the home.
+        InvalidSpecError: ``settings.server`` is no URL, or ``settings.token`` no token.
         BadTokenFileError: The token file is there but of no use.
     """
     if settings.server:
-        return Address(settings.server.rstrip("/"), settings.token or read_token(settings.paths.token_file))
+        return Address(_checked_url(settings.server), _token(settings))
     identity = read_identity(settings.paths.server_file)
     if identity is None or not is_alive(identity):
         raise ServerAwayError(f"no server is running for {settings.home}", hint=START_HINT)
     url = str(identity.get("url", "")).rstrip("/")
     if not url:
         raise ServerAwayError(f"{settings.paths.server_file} names no address", hint="Restart it: overnight up -d")
-    return Address(url, settings.token or read_token(settings.paths.token_file))
+    return Address(url, _token(settings))
+
+
+def _checked_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise InvalidSpecError(f"server {text!r} is no address", hint="Write it like http://127.0.0.1:8000")
+    return text.rstrip("/")
+
+
+def _token(settings: Settings) -> str | None:
+    if settings.token is None:
+        return read_token(settings.paths.token_file)
+    if not _is_token(settings.token):
+        raise InvalidSpecError("the token is not one line of printable ASCII", hint="Look at OVERNIGHT_TOKEN.")
+    return settings.token
+
+
+def _is_token(text: str) -> bool:
+    return bool(text) and len(text) <= 4096 and text.isascii() and text.isprintable() and " " not in text
 
 
 def is_supervised(settings: Settings) -> bool:
-    """Whether an ``overnight up`` looks after this home, so that a server that is away will be back soon."""
+    """Whether an ``overnight up`` looks after the server that is meant, so that it will be back soon."""
+    if settings.server:
+        return False
     identity = read_identity(settings.paths.up_lock)
     return identity is not None and is_alive(identity)
 
@@ -94,7 +122,7 @@ def read_token(path: Path) -> str | None:
         raise BadTokenFileError(f"the token file {path} cannot be read: {error}", hint=_NEW_TOKEN) from None
     if stat.S_IMODE(mode) & 0o077:
         raise BadTokenFileError(f"the token file {path} is open to other users", hint=f"Close it: chmod 600 {path}")
-    if not text or len(text) > 4096 or not text.isascii() or not text.isprintable() or " " in text:
+    if not _is_token(text):
         raise BadTokenFileError(f"the token file {path} does not hold a token", hint=_NEW_TOKEN)
     return text
 
