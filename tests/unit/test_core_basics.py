@@ -128,11 +128,20 @@ def test_settings_take_the_environment_over_the_file(tmp_path: Path) -> None:
     ("env", "toml", "words"),
     [
         ({"OVERNIGHT_PORT": "many"}, "", "'port'"),
-        ({}, "colour = 1", "'colour'"),
+        ({}, "colour = 1", "there is no setting 'colour'"),
+        ({}, "pol = 'cpu:1'", "Did you mean 'pool'"),
+        ({"OVERNIGHT_POOOL": "cpu:1"}, "", "OVERNIGHT_POOOL is no setting.*\\s.*OVERNIGHT_POOL"),
         ({}, "port = ", "not TOML"),
         ({"OVERNIGHT_POOL": "gpus"}, "", "pool 'gpus'"),
     ],
 )
 def test_bad_settings_are_named(env: dict[str, str], toml: str, words: str) -> None:
-    with pytest.raises(errors.InvalidSpecError, match=words):
+    with pytest.raises(errors.InvalidSpecError) as caught:
         build_settings(env, toml)
+    assert re.search(words, f"{caught.value.message}\n{caught.value.hint}")
+
+
+def test_variables_of_trials_are_no_mistyped_settings() -> None:
+    names = re.findall(r"`(OVERNIGHT_\w+)`", (Path(__file__).parents[2] / "docs" / "architecture.md").read_text())
+    assert len(names) > 10
+    assert build_settings({name: "x" for name in names if name != "OVERNIGHT_HOME"} | {"HOME": "/h"}).pool is None

@@ -1,5 +1,6 @@
 """One frozen settings object, built once by the command line from the environment and ``overnight.toml``."""
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -64,16 +65,18 @@ class Settings(BaseModel):
 def build_settings(env: Mapping[str, str], toml_text: str = "", **overrides: Any) -> Settings:
     """Settings from, in rising precedence: defaults, the TOML text, the environment, ``overrides`` that are not None.
 
-    Only ``OVERNIGHT_`` names that are fields count: others belong to trials (``OVERNIGHT_TRIAL_ID`` …).
+    Only ``OVERNIGHT_`` names that are fields count. Others belong to trials (``OVERNIGHT_TRIAL_ID`` …) unless they look
+    like a mistyped field.
 
     Raises:
-        InvalidSpecError: A value does not validate, or the TOML has an unknown key; the message names it.
+        InvalidSpecError: A value does not validate, a name is mistyped or no setting; the message names it.
     """
     values: dict[str, Any] = {"home": Path(env.get("HOME", "~")).expanduser() / ".overnight"}
     try:
         values.update(tomllib.loads(toml_text))
     except tomllib.TOMLDecodeError as error:
         raise InvalidSpecError(f"overnight.toml is not TOML: {error}") from None
+    _refuse_mistyped(env, values)
     for name in Settings.model_fields:
         if (text := env.get(PREFIX + name.upper())) not in (None, ""):
             values[name] = text
@@ -90,3 +93,18 @@ def build_settings(env: Mapping[str, str], toml_text: str = "", **overrides: Any
     if settings.pool is not None and not re.fullmatch(r"nvml(:[0-9,-]+)?|(cpu|fake):[0-9]+", settings.pool):
         raise InvalidSpecError(f"pool {settings.pool!r} is none", hint="Use nvml, nvml:0-3,7, cpu:N or fake:N.")
     return settings.model_copy(update={"home": settings.home.expanduser().absolute()})
+
+
+def _refuse_mistyped(env: Mapping[str, str], from_toml: Mapping[str, Any]) -> None:
+    for name in from_toml.keys() - Settings.model_fields.keys():
+        close = _closest(name, 0.6)
+        known = f"Did you mean {close!r}?" if close else f"Known are: {', '.join(Settings.model_fields)}."
+        raise InvalidSpecError(f"overnight.toml: there is no setting {name!r}", hint=known)
+    for variable in env:
+        name = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and name not in Settings.model_fields and (close := _closest(name, 0.8)):
+            raise InvalidSpecError(f"{variable} is no setting", hint=f"Did you mean {PREFIX}{close.upper()}?")
+
+
+def _closest(name: str, cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=cutoff)), None)
