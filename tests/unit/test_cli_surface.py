@@ -13,7 +13,7 @@ import pytest
 
 import overnight.cli
 from overnight.cli import app as cli_app
-from overnight.cli import preparing
+from overnight.cli import preparing, run
 from overnight.cli.session import Session
 from overnight.core import errors
 from overnight.core.enums import Mode, RunKind
@@ -293,3 +293,12 @@ def test_the_command_line_names_an_objective(tmp_path, monkeypatch):
     assert prepared("train.py", objective="a:b:max").config.objective == Objective(metric="a:b", mode=Mode.MAX)
     changed = prepared("spec.yaml", objective="acc").config.objective
     assert changed == Objective(metric="acc", mode=Mode.MAX, source="pattern", pattern="acc=(.*)")
+
+
+def test_torchrun_leaves_the_words_of_the_script_alone():
+    from torch.distributed.run import parse_args
+
+    line = run.command_line("python", Path("train.py"), ["--n", "7", "--r", "-m"], fresh=False, procs=2)
+    parsed = parse_args(line[line.index("torch.distributed.run") + 1 :])
+    assert (parsed.training_script, parsed.training_script_args) == ("train.py", ["--n", "7", "--r", "-m"])
+    assert parsed.nproc_per_node == "2"

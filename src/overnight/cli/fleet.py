@@ -23,9 +23,9 @@ devices = typer.Typer(
     context_settings=HELP,
     epilog=epilog(
         "overnight devices                                       # list",
-        "overnight devices drain node-1/gpu3 --reason 'fan'      # what runs goes on, nothing new starts",
-        "overnight devices quarantine node-1/gpu3 --reason 'ECC' # out at once",
-        "overnight devices release node-1/gpu3 --reason 'swapped'",
+        "overnight devices drain node-1:3 --reason 'fan'      # what runs goes on, nothing new starts",
+        "overnight devices quarantine node-1:3 --reason 'ECC' # out at once",
+        "overnight devices release node-1:3 --reason 'swapped'",
     ),
 )
 
@@ -91,7 +91,7 @@ def _change(ctx: typer.Context, device: str, action: str, reason: str, dry_run: 
         session.console.print(device_table([found]))
 
 
-@devices.command(context_settings=HELP, epilog=epilog("overnight devices drain node-1/gpu3 --reason 'fan is loud'"))
+@devices.command(context_settings=HELP, epilog=epilog("overnight devices drain node-1:3 --reason 'fan is loud'"))
 def drain(
     ctx: typer.Context, device: DeviceRef, reason: Why, dry_run: DryRun = False, output: Output = OutputFormat.TEXT
 ) -> None:
@@ -99,7 +99,7 @@ def drain(
     _change(ctx, device, "drain", reason, dry_run)
 
 
-@devices.command(context_settings=HELP, epilog=epilog("overnight devices quarantine node-1/gpu3 --reason 'ECC errors'"))
+@devices.command(context_settings=HELP, epilog=epilog("overnight devices quarantine node-1:3 --reason 'ECC errors'"))
 def quarantine(
     ctx: typer.Context, device: DeviceRef, reason: Why, dry_run: DryRun = False, output: Output = OutputFormat.TEXT
 ) -> None:
@@ -107,7 +107,7 @@ def quarantine(
     _change(ctx, device, "quarantine", reason, dry_run)
 
 
-@devices.command(context_settings=HELP, epilog=epilog("overnight devices release node-1/gpu3 --reason 'swapped'"))
+@devices.command(context_settings=HELP, epilog=epilog("overnight devices release node-1:3 --reason 'swapped'"))
 def release(
     ctx: typer.Context, device: DeviceRef, reason: Why, dry_run: DryRun = False, output: Output = OutputFormat.TEXT
 ) -> None:

@@ -69,5 +69,7 @@ def find_interpreter(python: str | None) -> str:
 
 def command_line(python: str, script: Path, words: list[str], *, fresh: bool, procs: int) -> list[str]:
     """The words to execute."""
-    launcher = [] if procs == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={procs}"]
+    # Without the --, torchrun takes a script's --n or --r for an abbreviation of its own options.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={procs}", "--"]
+    launcher = [] if procs == 1 else torchrun
     return [python, *launcher, str(script), *(["--fresh"] if fresh else []), *words]
