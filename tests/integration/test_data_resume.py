@@ -81,7 +81,7 @@ KINDS = st.sampled_from(["shuffled", "sequential", "weighted", "sampler"])
 
 
 @given(SEGMENTS, KINDS, st.integers(12, 60), st.sampled_from([None, 1, 2]), st.sampled_from(["drop", "pad"]))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_stop_at_any_size_continues_exactly(
     segments: list[Segment], kind: str, length: int, micro: int | None, tail: str
 ) -> None:

@@ -29,15 +29,15 @@ def lab() -> Lab:
     return shared_lab()
 
 
-def test_digits_alone_then_again_then_in_full(lab: Lab, tmp_path: Path) -> None:
+def test_digits_alone_then_again_then_for_longer(lab: Lab, tmp_path: Path) -> None:
     first = run(sys.executable, str(DIGITS), "--epochs", "1", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert 0.5 < last_value(first.stdout, "val_accuracy") <= 1
     log = tmp_path / "log"
     assert lab.run(DIGITS, tmp_path, "--epochs", "1") == [0]
     assert "nothing was left to do" in log.read_text() and "val_accuracy" not in log.read_text()
-    assert lab.run(DIGITS, tmp_path) == [0], log.read_text()
-    assert last_value(log.read_text(), "val_accuracy") >= 0.97
+    assert lab.run(DIGITS, tmp_path, "--epochs", "6") == [0], log.read_text()
+    assert last_value(log.read_text(), "val_accuracy") >= 0.95
     assert len(list(tmp_path.glob(".overnight/digits/*"))) == 2
 
 
