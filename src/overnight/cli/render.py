@@ -13,7 +13,7 @@ from overnight.core.text import sanitize
 from overnight.tui import format as look
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import JustifyMethod, RenderableType
 
     from overnight.core.models.api import LeaderboardRow, Sweep, Trial
 
@@ -32,10 +32,14 @@ STATE_ORDER = (
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines; what does not fit the terminal ends in an ellipsis."""
+    """A table without lines. The last column gives way when the terminal is narrow: its text ends in an ellipsis."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-    for column in columns:
-        result.add_column(column, justify="right" if column in right else "left", no_wrap=True, overflow="ellipsis")
+    for place, column in enumerate(columns, 1):
+        justify: JustifyMethod = "right" if column in right else "left"
+        # Rich narrows columns that may wrap before any other; the cells themselves never wrap.
+        result.add_column(
+            Text(column, no_wrap=True), justify=justify, no_wrap=place < len(columns), overflow="ellipsis"
+        )
     return result
 
 
@@ -99,10 +103,7 @@ def trials(items: Iterable["Trial"], *, positions: bool = False) -> Table:
 def leaderboard(rows: Iterable["LeaderboardRow"], metric: str | None) -> Table:
     """The best trials, best first."""
     name = sanitize(metric or "value", limit=30, one_line=True)
-    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("", "trial", Text(name), "state", "step", "time", "params"):
-        right = column in ("", "step") or isinstance(column, Text)
-        result.add_column(column, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    result = table("", "trial", name, "state", "step", "time", "params", right=("", name, "step"))
     for row in rows:
         result.add_row(
             str(row.place),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -46,6 +47,21 @@ WIDE = 400
 """Columns when nobody looks at the output through a terminal: nothing is cut."""
 
 
+class Trimmed:
+    """A stream whose lines do not end in blanks: tables fill their last column, which a pipe need not see."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Writes without the blanks."""
+        self._file.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 class Session:
     """One invocation of the command line. Everything is built when first used."""
 
@@ -83,6 +99,7 @@ class Session:
         from rich.console import Console
 
         width = None if file.isatty() or "COLUMNS" in self.env else WIDE
+        file = file if file.isatty() else Trimmed(file)
         return Console(file=file, width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
 
     def client(self) -> "Client":
@@ -110,12 +127,18 @@ class Session:
         if self.env.get("OVERNIGHT_DEBUG") == "1":
             traceback.print_exception(error)
         known = error if isinstance(error, OvernightError) else unexpected(error)
-        if self.json_output:
-            data = known.to_dict()
-            self._print_json({"v": 1, "error": {k: data[k] for k in ("code", "message", "retryable", "hint")}})
-        else:
+        if not (self.json_output and self._print_json_error(known)):
             self._print_error(known)
         return exit_code(error)
+
+    def _print_json_error(self, error: OvernightError) -> bool:
+        """Whether the envelope could be written: what fails may be standard output itself."""
+        data = error.to_dict()
+        try:
+            self._print_json({"v": 1, "error": {k: data[k] for k in ("code", "message", "retryable", "hint")}})
+        except OSError:
+            return False
+        return True
 
     def _print_error(self, error: OvernightError) -> None:
         from rich.text import Text

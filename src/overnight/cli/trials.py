@@ -106,15 +106,19 @@ def _last(text: str, lines: int) -> str:
 
 
 def print_log(session: Session, chunks: "Iterable[LogChunk]", *, raw: bool = False, lines: int | None = None) -> None:
-    """Prints output as it comes, made harmless line by line; a new attempt is announced on standard error."""
+    """Prints output as it comes, made harmless line by line; new attempts and gaps are told on standard error."""
     from overnight.core.text import sanitize
 
     current: int | None = None
+    following = None if lines is not None else 0
     rest = ""
     for chunk in chunks:
         if current is not None and chunk.attempt != current:
             session.note(f"--- attempt {chunk.attempt} ---")
-        current = chunk.attempt
+            following = 0
+        if following is not None and chunk.offset > following:
+            session.note(f"--- {chunk.offset - following:,} bytes of a flood of output were not kept ---")
+        current, following = chunk.attempt, chunk.next_offset
         text = _last(chunk.text, lines) if lines is not None else chunk.text
         lines = None
         if raw:
