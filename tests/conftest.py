@@ -1,4 +1,4 @@
-"""What holds for all tests: an example may take as long as a busy machine needs; pytest's own time limit is the judge."""
+"""What holds for all tests: an example takes as long as a busy machine needs; pytest's own time limit is the judge."""
 
 from hypothesis import settings
 

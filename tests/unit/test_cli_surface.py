@@ -302,3 +302,22 @@ def test_torchrun_leaves_the_words_of_the_script_alone():
     parsed = parse_args(line[line.index("torch.distributed.run") + 1 :])
     assert (parsed.training_script, parsed.training_script_args) == ("train.py", ["--n", "7", "--r", "-m"])
     assert parsed.nproc_per_node == "2"
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_full_disk_behind_standard_output_is_a_short_answer(format, tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OVERNIGHT_")}
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("t")
+    line = f"{sys.executable} -m overnight --home {tmp_path} token -o {format} > /dev/full"
+    done = subprocess.run(line, shell=True, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_standard_output_is_no_fault(tmp_path):
+    line = f"{sys.executable} -m overnight --home {tmp_path} status >&-"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "no server is running" in done.stderr

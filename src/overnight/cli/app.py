@@ -4,6 +4,7 @@
 """
 
 import difflib
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ def root(
 
 def run(argv: Sequence[str]) -> int:
     """Runs a command line; returns its exit code. Errors become one or two lines, never a traceback."""
+    if sys.stdout is None:  # closed by the shell: >&-
+        sys.stdout = io.StringIO()
     session = Session()
     try:
         typer.main.get_command(app).main(args=list(argv), prog_name="overnight", obj=session)
