@@ -152,7 +152,7 @@ def test_a_sweep_is_watched_to_its_end(house):
 def test_a_second_up_says_who_holds_the_home(house):
     for words in (["up"], ["up", "-d"]):
         done = house.cli(*words, code=6)
-        assert "already holds the home" in done.stderr
+        assert "is held by another" in done.stderr
         assert "overnight down" in done.stderr
 
 

@@ -59,3 +59,11 @@ def test_a_running_server_is_found(tmp_path: Path) -> None:
         found = by_name(Settings(home=server.home.root, pool="fake:1"))
         assert found["server"].ok and str(server.process.pid if server.process else "") in found["server"].message
         assert found["database"].ok and found["token"].ok and found["port"].ok
+
+
+def test_a_token_of_no_use_does_not_make_the_server_look_dead(tmp_path: Path) -> None:
+    with RunningServer(tmp_path / "home") as server:
+        server.home.token_file.write_text("")
+        found = by_name(Settings(home=server.home.root, pool="fake:1"))
+        assert found["server"].ok
+        assert found["token"].level == "problem"

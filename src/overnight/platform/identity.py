@@ -150,7 +150,7 @@ class LockFile:
 def _held(path: Path, what: str, other: Identity | None) -> HomeHeldError:
     who = str(other) if other is not None else "a process that does not say who it is"
     return HomeHeldError(
-        f"a {what} already holds the home {path.parent}: {who}",
+        f"the home {path.parent} is held by another {what}: {who}",
         hint="Use it as it is, stop it with `overnight down`, or choose another home with OVERNIGHT_HOME.",
         pid=other.pid if other else None,
         home=str(path.parent),

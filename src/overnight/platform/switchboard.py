@@ -20,19 +20,21 @@ class Switchboard:
         self._home = settings.paths
 
     def health(self) -> dict[str, Any] | None:
-        """What ``/v1/health`` says."""
-        return self._call("GET", "/v1/health")
+        """What ``/v1/health`` says; it asks for no token."""
+        return self._call("GET", "/v1/health", needs_token=False)
 
     def shutdown(self) -> int:
         """Tells every worker to save and leave, and that nothing is to start; the number of those still there."""
         answer = self._call("POST", "/v1/shutdown", {"reason": "shutdown"})
         return int(answer.get("live", 0)) if answer is not None else 0
 
-    def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
+    def _call(self, method: str, path: str, body: Any = None, needs_token: bool = True) -> dict[str, Any] | None:
         try:
             found = Identity.parse(self._home.server_file.read_bytes())
             url = urlsplit(str(found.facts["url"]) if found else "")
-            headers = {"Authorization": f"Bearer {read_token(self._home.token_file)}", "Connection": "close"}
+            headers = {"Connection": "close"}
+            if needs_token:
+                headers["Authorization"] = f"Bearer {read_token(self._home.token_file)}"
             connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_SECONDS)
             try:
                 connection.request(method, path, None if body is None else json.dumps(body), headers)

@@ -297,7 +297,8 @@ def _yield_workers(settings: Settings, on_event: OnEvent, impatient: Callable[[]
             return
         if live != told:
             told = live
-            on_event(UpEvent("stopping", f"{live} running trials save and leave", {"live": live}))
+            words = "1 running trial saves and leaves" if live == 1 else f"{live} running trials save and leave"
+            on_event(UpEvent("stopping", words, {"live": live}))
         time.sleep(0.1)
 
 
