@@ -50,13 +50,15 @@ def conclude(
     Raises:
         NotFoundError: No such attempt.
     """
-    attempt = attempts.get(conn, attempt_id)
-    data = attempts.exit_report(conn, attempt_id)
-    if attempt.ended_at is not None or (data is None and not vanished):
+    directive = attempts.standing_directive(conn, attempt_id)
+    if directive is None:
         return None
+    data = attempts.exit_report(conn, attempt_id)
+    if data is None and not vanished:
+        return None
+    attempt = attempts.get(conn, attempt_id)
     exit = None if data is None else Exit.parse(data)
     reading = _read_objective(conn, attempt.trial_id)
-    directive = attempts.directive(conn, attempt_id)
     outcome, cause = decide_outcome(exit, directive, _verdicts(conn, attempt), reading)
     if outcome is Outcome.VANISHED and vanished:
         cause = vanished
