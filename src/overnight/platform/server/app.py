@@ -15,7 +15,8 @@ from overnight.platform.server.web import body_schemas
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-ROUTERS = (house, experiments, proposals, trials, sweeps, devices, events, code, nodes)
+ROUTERS = (nodes, proposals, trials, house, experiments, sweeps, devices, events, code)
+"""Those on the way to a trial's start come first, as routes are tried one after the other."""
 
 
 def create_app(tokens: TokenBook, host: str, lifespan: Lifespan) -> FastAPI:
