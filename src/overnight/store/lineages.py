@@ -6,12 +6,16 @@ it is not part of the trial's history. The same rule holds for checkpoints in th
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from overnight.store import models
-from overnight.store.upserts import upsert
+from overnight.store.upserts import insert_for
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql, sqlite
 
 _TABLE = models.generations
 _METRICS = models.metrics
@@ -45,7 +49,15 @@ def note_first_step(conn: sa.Connection, trial_id: str, attempt: int, generation
 
 
 def _upsert(conn: sa.Connection, trial_id: str, attempt: int, generation: int, **values: Any) -> None:
-    statement = upsert(conn, _TABLE)
+    token = {"trial_id": trial_id, "attempt": attempt, "generation": generation}
+    empty: dict[str, Any] = {"fork_step": None, "first_step": None, "started_at": None}
+    conn.execute(_merge(conn.dialect.name, tuple(values)), token | empty | values)
+
+
+@lru_cache
+def _merge(dialect: str, names: tuple[str, ...]) -> "postgresql.Insert | sqlite.Insert":
+    """The insert that, where the token is known, merges the columns ``names`` into it."""
+    statement = insert_for(dialect, _TABLE)
     new, old = statement.excluded, _TABLE.c
     lower = (old.first_step.is_(None)) | (new.first_step < old.first_step)
     merged = {
@@ -53,11 +65,8 @@ def _upsert(conn: sa.Connection, trial_id: str, attempt: int, generation: int, *
         "first_step": sa.case((lower, new.first_step), else_=old.first_step),
         "started_at": sa.func.coalesce(old.started_at, new.started_at),
     }
-    token = {"trial_id": trial_id, "attempt": attempt, "generation": generation}
-    empty: dict[str, Any] = {"fork_step": None, "first_step": None, "started_at": None}
-    changes = {name: merged[name] for name in values}
-    statement = statement.on_conflict_do_update(index_elements=_TABLE.primary_key.columns, set_=changes)
-    conn.execute(statement, token | empty | values)
+    changes = {name: merged[name] for name in names}
+    return statement.on_conflict_do_update(index_elements=_TABLE.primary_key.columns, set_=changes)
 
 
 def tokens(conn: sa.Connection, trial_id: str) -> list[Token]:
