@@ -92,8 +92,10 @@ class _Up:
     def run(self) -> int:
         """Starts, watches, and takes down whatever happens."""
         try:
+            # Each spends about a second on imports: side by side.
+            launched = self._launch_server()
             self._start_node()
-            self._start_server()
+            self._ready(launched)
             self._watch()
         except _ServerDiedError as died:
             raise died.error from None
@@ -114,11 +116,13 @@ class _Up:
         self._tell(UpEvent("node", f"node daemon is pid {pid}", {"pid": pid, "adopted": adopted}))
 
     def _start_server(self) -> None:
+        self._ready(self._launch_server())
+
+    def _launch_server(self) -> "_Launched":
         found = holder(self._home.server_lock)
         self._server = Watched.open(found) if found else None
         if self._server is not None:
-            self._ready(self._server, adopted=True)
-            return
+            return _Launched(self._server, adopted=True)
         log = self._home.logs / "server.log"
         with log.open("ab") as output, Path(os.devnull).open("rb") as silence:
             said_from = output.tell()
@@ -134,21 +138,23 @@ class _Up:
                 setsid=True,
             )
         self._server = Watched(Identity(pid, start_time(pid) or 0, boot_id()), os.pidfd_open(pid))
-        self._ready(self._server, adopted=False, said_from=said_from)
+        return _Launched(self._server, adopted=False, said_from=said_from)
 
-    def _ready(self, server: Watched, adopted: bool, said_from: int = 0) -> None:
+    def _ready(self, launched: "_Launched") -> None:
         """Waits until the server listens.
 
         Raises:
             _ServerDiedError: It ended, with its own words; or it takes too long.
         """
+        server = launched.server
         deadline = time.monotonic() + READY_SECONDS
         while True:
             announced = _announced(self._home.server_file)
             if announced is not None and announced.pid == server.identity.pid:
                 break
             if server.wait(0):
-                raise _ServerDiedError(server.reap(), *_last_words(self._home.logs / "server.log", said_from))
+                words = _last_words(self._home.logs / "server.log", launched.said_from)
+                raise _ServerDiedError(server.reap(), *words)
             if self._signals.asked():
                 return
             if remaining(deadline) == 0:
@@ -158,8 +164,8 @@ class _Up:
             self._signals.sleep(0.02, [server])
         url = announced.facts.get("url", "")
         self._lock.update(url=url)
-        verb = "goes on" if adopted else "listens"
-        facts = {"pid": server.identity.pid, "url": url, "adopted": adopted}
+        verb = "goes on" if launched.adopted else "listens"
+        facts = {"pid": server.identity.pid, "url": url, "adopted": launched.adopted}
         self._tell(UpEvent("server", f"server {verb} at {url}", facts))
 
     def _watch(self) -> None:
@@ -199,6 +205,15 @@ class _Up:
             self._tell(UpEvent("restart", f"{error}; trying again in {pace.died():.1f} s"))
         else:
             pace.started()
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A server that does not listen yet, perhaps; ``said_from`` is where its words begin in the log."""
+
+    server: Watched
+    adopted: bool
+    said_from: int = 0
 
 
 class _Pace:
