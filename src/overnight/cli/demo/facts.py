@@ -9,6 +9,7 @@ from typing import Any
 from overnight.core.enums import DeviceState, Outcome, TrialState
 from overnight.core.errors import NotFoundError
 from overnight.core.models.api import Device, Event, Trial
+from overnight.trainer.data.record import audit
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,6 @@ def collect(
         events: All events of the home.
         seconds: Duration of the demo.
     """
-    from overnight.trainer.data.record import audit  # torch comes with it: only when the workers are done
-
     completed = [trial for trial in trials if trial.state is TrialState.COMPLETED]
     audits = [audit(Path(trial.dir)) for trial in completed if trial.dir is not None]
     winner = max((t for t in completed if t.value is not None), key=lambda t: t.value or 0.0, default=None)
