@@ -125,3 +125,17 @@ def test_killed_at_random_moments_the_next_one_takes_over_and_everything_is_told
             expected = [(p.key, p.step, p.value, round(p.time * 1000)) for p in metrics.points(conn, trial).items]
         assert len(expected) == 60
         assert mlflow.points(trial) == expected
+
+
+def test_killed_while_it_makes_the_database_the_next_one_makes_it_again(lab: Lab) -> None:
+    trial = lab.propose({"number": 1})
+    draft = lab.home / "mlflow.db.draft"
+    process = start(lab)
+    wait(lambda: draft.exists() and draft.stat().st_size > 0)
+    kill(process)
+    assert not (lab.home / "mlflow.db").exists()
+    process = start(lab)
+    wait(lambda: lag(lab) == 0)
+    assert leave(process) == 0
+    assert set(MlflowDatabase(lab.home / "mlflow.db").runs()) == {trial}
+    assert list(lab.home.glob("mlflow.db.draft*")) == []

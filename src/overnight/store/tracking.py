@@ -164,7 +164,10 @@ class Tracker:
 
 
 def prepare_database(path: Path) -> None:
-    """Makes an MLflow database of our own readable while it is written: people look at it all the time.
+    """Makes an MLflow database of our own, and makes it readable while it is written: people look at it all the time.
+
+    It appears whole or not at all. MLflow's migrations are no transaction on SQLite: an outbox that was killed in the
+    middle of them would leave a database that MLflow refuses for ever.
 
     With the rollback journal that SQLite starts with, each reader holds up the writer, and each commit syncs twice as
     often (measured: half the throughput). The mode stays in the file.
@@ -173,10 +176,24 @@ def prepare_database(path: Path) -> None:
         TrackingAwayError: The file cannot be opened or stays locked.
     """
     try:
+        if not path.exists():
+            _make_database(path)
         with closing(sqlite3.connect(path, timeout=_BUSY_SECONDS)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
     except sqlite3.Error as error:
         raise TrackingAwayError(f"MLflow's database {path}: {error}") from error
+
+
+@_translated
+def _make_database(path: Path) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    draft = path.with_name(f"{path.name}.draft")
+    for leftover in path.parent.glob(f"{draft.name}*"):  # and its journal
+        leftover.unlink()
+    store = SqlAlchemyStore(f"sqlite:///{draft}", str(path.parent / "artifacts"))  # type: ignore[no-untyped-call]
+    store.engine.dispose()
+    draft.rename(path)
 
 
 def metric_key(name: str) -> str:
