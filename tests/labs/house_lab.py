@@ -27,8 +27,8 @@ from overnight.platform.node.identity import Identity, read_stat
 from overnight.trainer.data.audit import audit
 
 SCRIPTS = Path(__file__).parent / "house_scripts"
-EPOCHS, STEPS_PER_EPOCH = 8, 16
-NUM_STEPS = EPOCHS * STEPS_PER_EPOCH
+STEPS_PER_EPOCH = BATCH = 16
+NUM_STEPS = 4 * STEPS_PER_EPOCH
 SCORE = Objective(metric="score", mode=Mode.MAX, reduce="last")
 PRINTED = Objective(
     metric="score", mode=Mode.MAX, reduce="last", source="pattern", pattern=r"step (?P<step>\d+) score=(?P<value>\S+)"
@@ -67,7 +67,8 @@ class House:
         self.home.root.mkdir(parents=True)
         self.claims = root / "claims"
         self.claims.mkdir()
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERNIGHT_")}
+        # Without variables of Python, trials and node have the same, and one warm process serves both.
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("OVERNIGHT_", "PYTHON"))}
         named = {f"OVERNIGHT_{name.upper()}": str(value) for name, value in (values | {"pool": pool}).items()}
         self.env = {**clean, **named, "OVERNIGHT_HOME": str(self.home.root)}
         self.process: subprocess.Popen[bytes] | None = None
@@ -161,6 +162,13 @@ class House:
             **config,
         }
         answer = self.client.propose(ProposalIn(config=TrialConfig(**values), params=params or {}))
+        return answer.trials[0].id
+
+    def twin(self, trial_id: str) -> str:
+        """Proposes the same training once more, fast and without saves on the way, for nobody to disturb."""
+        trial = self.trial(trial_id)
+        fast = {"pause": 0.0, "every": 1_000_000, "deaf_at": 0}
+        answer = self.client.propose(ProposalIn(config=trial.config, params={**trial.params, **fast}))
         return answer.trials[0].id
 
     def trial(self, trial_id: str) -> Trial:
@@ -292,6 +300,7 @@ class House:
             assert all(one.outcome is not None for one in trial.attempts), self.story(trial)
             done = [one.number for one in trial.attempts if one.outcome == "completed"]
             assert done == [trial.attempts_made], self.story(trial)
+            assert f"attempt {trial.attempts[-1].id} is killed" not in self.log("node"), "killed while it finished"
             wait_for(lambda trial=trial: self._is_clean(trial), f"{trial.name} is clean", 20)  # type: ignore[misc]
 
     def _is_clean(self, trial: Trial) -> bool:
@@ -302,10 +311,22 @@ class House:
         assert trial.dir is not None
         counts = audit(Path(trial.dir))
         assert (counts.repeated, counts.skipped) == (0, 0), self.story(trial)
-        assert counts.recorded == counts.expected == num_steps * 16
+        assert counts.recorded == counts.expected == num_steps * BATCH
         assert counts.updates == num_steps
         assert trial.step == num_steps, self.story(trial)
         assert self.weights(trial)["step"] == num_steps
+
+    def check_as_undisturbed(self, trial_ids: Iterable[str], num_steps: int = NUM_STEPS) -> None:
+        """The trials ended as ones that nobody disturbed: in weights, value, samples, metrics and MLflow."""
+        trials = self.completed(trial_ids)
+        twins = self.completed([self.twin(trial.id) for trial in trials])
+        self.check_ends([*trials, *twins])
+        for trial, twin in zip(trials, twins, strict=True):
+            assert twin.attempts_made == 1 and twin.id != trial.id, self.story(twin)
+            self.check_training(trial, num_steps)
+            assert self.weights(trial) == self.weights(twin), self.story(trial)
+            assert trial.value == twin.value is not None
+        self.check_mlflow([*trials, *twins])
 
     def weights(self, trial: Trial) -> dict[str, Any]:
         """``final.json`` of the attempt that completed the trial."""

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from overnight import trainer
 
-DEFAULTS = {"lr": 0.05, "width": 8, "epochs": 8, "pause": 0.02, "every": 6, "deaf_at": 0}
+DEFAULTS = {"lr": 0.05, "width": 8, "epochs": 4, "pause": 0.04, "every": 4, "deaf_at": 0}
 
 
 class Noisy(torch.utils.data.Dataset):

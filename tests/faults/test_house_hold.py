@@ -1,0 +1,118 @@
+"""What a trial does to a house, and what a house that goes away does to a trial."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from house_lab import NUM_STEPS, PRINTED, House, is_alive, running_house, wait_for
+
+from overnight.core.enums import Outcome, PriorityClass, TrialState
+from overnight.core.models.spec import Compute
+
+MEGABYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("house"), "fake:3", grace_seconds=3) as made:
+        yield made
+        made.check_leases()
+
+
+def test_a_child_that_survives_its_trial_is_gone_before_the_device_is_clean(house: House) -> None:
+    (trial,) = house.completed([house.submit("survivor.py", objective=None)])
+    house.check_ends([trial])
+    assert house.claimed() == [], "the device is clean, and yet a process has it"
+    again = house.completed([house.submit("survivor.py", {"again": n}, objective=None) for n in range(6)])
+    house.check_ends(again)
+    assert house.claimed() == []
+
+
+def test_a_trial_that_is_deaf_to_the_yield_is_killed_and_resumed_from_its_last_commit(house: House) -> None:
+    deaf = house.submit(params={"deaf_at": 10}, seed=11, priority=PriorityClass.EXPLORATORY)
+    house.until(deaf, lambda t: t.checkpoints and t.checkpoints[-1].step == 8, "it is deaf")
+    everything = Compute(gpus=3)
+    urgent = house.submit("plain.py", {"steps": 5}, objective=None, compute=everything, priority=PriorityClass.URGENT)
+    house.until(deaf, lambda t: t.state is TrialState.YIELDING, "it is told to yield")
+    (done,) = house.completed([urgent])
+    trial = house.trial(deaf)
+    assert trial.attempts[0].outcome is Outcome.PREEMPTED, house.story(trial)
+    assert "nothing was saved" in trial.attempts[0].cause
+    assert trial.retries_used == 0 and trial.preemptions == 1
+    assert done.attempts_made == 1, house.story(done)
+    assert min(c.step for c in house.completed([deaf])[0].checkpoints if c.attempt == 2) == 12
+    house.check_as_undisturbed([deaf])
+
+
+def test_a_flood_of_output_is_bounded_and_its_end_can_be_read(house: House) -> None:
+    server = house.pid("server")
+    before = peak_memory(server)
+    (trial,) = house.completed([house.submit("flood.py", objective=PRINTED)])
+    assert trial.value == 0.5
+    log = house.home.attempt_dir(trial.id, 1) / "out.log"
+    assert log.stat().st_size > 180 * MEGABYTE, "offsets stay those of the whole output"
+    assert log.stat().st_blocks * 512 < 40 * MEGABYTE
+    last = house.cli("logs", "-n", "3", trial.name).splitlines()
+    assert last[-2:] == ["line 24999 of a flood that nobody reads", "step 1 score=0.5"]
+    assert peak_memory(server) - before < 100 * MEGABYTE
+
+
+def peak_memory(pid: int | None) -> int:
+    """Highest resident memory of a process so far, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def test_what_runs_is_what_was_submitted_however_long_it_waited(house: House, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("import helper; print('main as submitted,', helper.WORD)")
+    (tmp_path / "helper.py").write_text("WORD = 'helper too'")
+    blocker = house.submit("plain.py", {"steps": 250}, objective=None, compute=Compute(gpus=3))
+    house.until(blocker, lambda t: t.state is TrialState.RUNNING, "every device is busy")
+    name = house.cli("submit", "main.py", cwd=tmp_path).split()[0].rstrip(":")
+    (tmp_path / "main.py").write_text("raise SystemExit('changed')")
+    (tmp_path / "helper.py").unlink()
+    assert house.client.trial(name).state is TrialState.QUEUED
+    house.completed([blocker, house.client.trial(name).id])
+    assert house.cli("logs", name) == "main as submitted, helper too\n"
+
+
+def test_a_trial_that_ends_while_server_and_daemon_are_away_is_adopted(house: House) -> None:
+    trial_id = house.submit(seed=12)
+    trial = house.until_saved(trial_id)
+    pids, up = house.pids(trial), house.process
+    assert up is not None
+    up.send_signal(signal.SIGSTOP)  # which would start both again at once
+    server, daemon = house.pid("server"), house.pid("node")
+    assert server is not None and daemon is not None
+    os.kill(server, signal.SIGKILL)
+    os.kill(daemon, signal.SIGKILL)
+    wait_for(lambda: not pids["supervisor"].alive(), "it has ended without anybody")
+    assert (house.home.attempt_dir(trial_id, 1) / "exit.json").exists()
+    assert not is_alive(server) and not is_alive(daemon)
+    up.send_signal(signal.SIGCONT)
+    (trial,) = house.completed([trial_id])
+    assert trial.attempts_made == 1, house.story(trial)
+    assert trial.step == NUM_STEPS
+    house.check_as_undisturbed([trial_id])
+
+
+def test_after_ctrl_c_the_next_up_goes_on_from_where_they_yielded(house: House) -> None:
+    trials = [house.submit(seed=seed) for seed in (13, 14)]
+    plain = house.submit("plain.py", {"start": 0.7}, objective=PRINTED)
+    saved = [house.until_saved(trial_id) for trial_id in trials]
+    assert house.interrupt() == 0
+    wait_for(lambda: not house.processes(), "no process of the home is left", 5)
+    assert house.recorded_alive() == [] and house.claimed() == []
+    house.up()
+    house.completed([*trials, plain])
+    for before in saved:
+        trial = house.trial(before.id)
+        first = trial.attempts[0]
+        assert (first.outcome, trial.attempts_made) == (Outcome.PREEMPTED, 2), house.story(trial)
+        assert "nothing was saved" not in first.cause
+        yielded_at = max(c.step for c in trial.checkpoints if c.attempt == 1)
+        assert min(c.step for c in trial.checkpoints if c.attempt == 2) > yielded_at, "it went on from there"
+        assert trial.retries_used == 0
+    house.check_as_undisturbed(trials)
