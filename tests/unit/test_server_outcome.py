@@ -60,6 +60,7 @@ ROWS = [
     ("pruned", ended(0, left="stop", saved=True), PRUNE, [], GOOD, O.PRUNED, "pruned"),
     ("cancelled", ended(0, left="stop", saved=True), CANCEL, [], GOOD, O.CANCELLED, "cancelled"),
     ("cancelled, killed", ended(-9, killed="grace over"), CANCEL, [], GOOD, O.CANCELLED, "grace over"),
+    ("cancelled, deaf", ended(-9, killed="grace"), CANCEL, [], GOOD, O.CANCELLED, "when its grace was over, and was ended"),
     ("cancelled, script exits 143", ended(143), CANCEL, [], GOOD, O.CANCELLED, "exited with 143"),
     ("cancelled, then vanished", None, CANCEL, [], GOOD, O.CANCELLED, "vanished"),
     ("pruned on a condemned device", ended(-9), PRUNE, BAD_DEVICE, GOOD, O.PRUNED, ""),

@@ -170,7 +170,7 @@ def decide_outcome(
     if exit is None:
         return Outcome.VANISHED, "its supervisor or its node vanished without a word"
     if directive.action is DirectiveAction.YIELD and exit.error is None and _driven_out(exit):
-        return Outcome.PREEMPTED, _preempted(directive, f"nothing was saved: {exit.killed or _codes(exit)}")
+        return Outcome.PREEMPTED, _preempted(directive, f"nothing was saved: {_killed(exit) or _codes(exit)}")
     return _broken(exit)
 
 
@@ -200,7 +200,7 @@ def _stopped(exit: Exit | None, directive: Directive) -> tuple[Outcome, str]:
     if exit.left is not None:
         return outcome, directive.reason if exit.saved else f"{directive.reason}; nothing was saved when it left"
     if exit.killed is not None:
-        return outcome, f"{directive.reason}; {exit.killed}"
+        return outcome, f"{directive.reason}; {_killed(exit)}"
     if exit.error is not None:
         return _broken(exit)
     return outcome, f"{directive.reason}; {_codes(exit)}"
@@ -236,7 +236,21 @@ def _broken(exit: Exit) -> tuple[Outcome, str]:
 
 
 def _killed_by_us(exit: Exit) -> tuple[Outcome, str]:
-    return Outcome.INFRA_FAULT, f"{exit.killed}; {_codes(exit)}"
+    return Outcome.INFRA_FAULT, f"{_killed(exit)}; {_codes(exit)}"
+
+
+_KILLED = {
+    "grace": "it was still there when its grace was over, and was ended",
+    "killed": "it was killed at once, as asked",
+    "peer_failed": "it was ended because another rank failed",
+    "spool_failed": "it was killed because what it reported could not be written down",
+    "stale": "it was killed because another attempt had taken its place",
+}
+
+
+def _killed(exit: Exit) -> str:
+    """Why the supervisor killed the ranks, in words."""
+    return _KILLED.get(exit.killed or "", exit.killed or "")
 
 
 def _codes(exit: Exit) -> str:
