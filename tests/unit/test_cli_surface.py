@@ -321,3 +321,10 @@ def test_a_closed_standard_output_is_no_fault(tmp_path):
     done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3
     assert "no server is running" in done.stderr
+
+
+def test_a_pipe_is_no_spec_and_is_not_waited_for(tmp_path, overnight_cli):
+    os.mkfifo(tmp_path / "spec.yaml")
+    done = overnight_cli("submit", "spec.yaml")
+    assert done.returncode == 2
+    assert "is no regular file" in done.stderr

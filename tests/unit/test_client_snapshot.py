@@ -199,3 +199,9 @@ def test_odd_file_names(root):
     taken = snapshot.take(root)
     with tarfile.open(fileobj=io.BytesIO(taken.read())) as tar:
         assert sorted(tar.getnames()) == sorted(names_of(taken)) == sorted(path.name for path in root.iterdir())
+
+
+def test_pipes_and_sockets_are_passed_over(root):
+    write(root, "train.py")
+    os.mkfifo(root / "pipe.yaml")
+    assert names_of(snapshot.take(root)) == ["train.py"]

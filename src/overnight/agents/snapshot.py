@@ -208,7 +208,9 @@ def _walk(root: Path) -> Iterator[str]:
             raise BadInputError(f"{root} holds more than {MAX_VISITED:,} files", hint=_NARROW)
         folders[:] = sorted(name for name in folders if _enters(Path(folder) / name))
         for name in names:
-            yield (Path(folder) / name).relative_to(root).as_posix()
+            path = Path(folder) / name
+            if path.is_file() or path.is_symlink():
+                yield path.relative_to(root).as_posix()
 
 
 def _enters(folder: Path) -> bool:

@@ -77,6 +77,8 @@ def read_spec(path: Path) -> Spec:
 
 
 def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise InvalidSpecError(f"{path} is no regular file", hint="Name a spec file.")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
