@@ -108,6 +108,16 @@ def test_a_trial_that_raises_shows_why(house):
 
 
 @pytest.mark.timeout(150)
+def test_a_program_that_knows_nothing_of_overnight(house):
+    program = house.root / "code" / "anything"
+    program.write_text('#!/bin/sh\necho "words: $*"\n')
+    program.chmod(0o755)
+    done = house.cli("submit", "--follow", "--", "./anything", "--flag", "--gpus", "7")
+    assert "words: --flag --gpus 7\n" in done.stdout
+    assert house.json("show", done.stdout.split()[0])["config"]["run"]["kind"] == "command"
+
+
+@pytest.mark.timeout(150)
 def test_what_runs_is_what_was_submitted(house):
     source = house.root / "code" / "late.py"
     source.write_text("print('as submitted')")
@@ -125,7 +135,9 @@ def test_the_same_key_is_the_same_trial_and_another_body_is_refused(house):
     again = house.cli("submit", "train.py", "--lr", "0.5")
     assert f"{first}: the same work was submitted before" in again.stdout
     assert house.cli("cancel", "--dry-run", first).stdout == f"would cancel {first}, which is held\n"
+    assert house.json("hold", "--dry-run", first)["state"] == "held", "a dry run says what the command would"
     assert house.json("cancel", first)["state"] == "cancelled"
+    assert house.json("cancel", "--dry-run", first)["state"] == "cancelled"
     assert house.json("unhold", "--dry-run", first, code=6)["code"] == "illegal_transition"
 
 

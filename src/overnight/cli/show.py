@@ -56,7 +56,10 @@ def _print_facts(session: Session, trial: "Trial") -> None:
     if trial.sweep_id:
         rows.append(("sweep", trial.sweep_id))
     if trial.preemptions or trial.retries_used:
-        rows.append(("disturbed", f"pre-empted {trial.preemptions} times, {trial.retries_used} retries used"))
+        yields, retries = _count(trial.preemptions, "yield"), _count(trial.retries_used, "retry", "retries")
+        rows.append(("disturbed", f"{yields}, {retries} used"))
+    if trial.config.python:
+        rows.append(("python", trial.config.python))
     if trial.config.code:
         commit, _, dirty = trial.config.env.get("OVERNIGHT_GIT_COMMIT", "").partition("+")
         git = f"  git {commit[:10]}{'+' + dirty if dirty else ''}" if commit else ""
@@ -68,9 +71,14 @@ def _print_facts(session: Session, trial: "Trial") -> None:
     session.console.print(render.pairs(rows))
 
 
+def _count(number: int | str, one: str, many: str = "") -> str:
+    """``1 device``, ``2-8 devices``."""
+    return f"{number} {one if str(number) == '1' else many or one + 's'}"
+
+
 def _compute(trial: "Trial") -> str:
     compute = trial.config.compute
-    text = f"{compute.gpus} device{'' if str(compute.gpus) == '1' else 's'}"
+    text = _count(compute.gpus, "device")
     if compute.type:
         text += f" of {' or '.join(compute.type)}"
     if compute.max_time_seconds:
@@ -99,7 +107,7 @@ def _print_attempts(session: Session, trial: "Trial") -> None:
         session.console.print(table)
     if trial.checkpoints:
         newest = max(trial.checkpoints, key=lambda saved: (saved.attempt, saved.generation, saved.step))
-        line = f"{len(trial.checkpoints)} checkpoints, newest at step {newest.step}: {newest.uri}"
+        line = f"{_count(len(trial.checkpoints), 'checkpoint')}, newest at step {newest.step}: {newest.uri}"
         session.console.print()
         session.console.print(render.text(line), soft_wrap=True)
 

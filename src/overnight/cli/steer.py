@@ -53,10 +53,10 @@ def _checked(trial: "Trial", verb: str, can_transition: Callable[..., bool], end
     from overnight.core.errors import IllegalTransitionError
 
     fits = {
-        "cancel": trial.state not in end_states,
+        "cancel": trial.state not in end_states or trial.state is TrialState.CANCELLED,
         "rerun": trial.state in end_states,
-        "hold": can_transition(trial.state, TrialState.HELD),
-        "unhold": trial.state is TrialState.HELD,
+        "hold": can_transition(trial.state, TrialState.HELD) or trial.state is TrialState.HELD,
+        "unhold": trial.state in (TrialState.QUEUED, TrialState.HELD),
         "bump": trial.state in (TrialState.QUEUED, TrialState.HELD),
     }
     if not fits[verb]:
