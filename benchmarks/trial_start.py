@@ -123,8 +123,10 @@ def cold_starts(folder: Path, source: str, count: int, name: str) -> list[float]
     for i in range(count):
         stamp = folder / f"cold-{name}-{i}.stamp"
         env = {**os.environ, "STAMP": str(stamp), "EXAMPLES": str(EXAMPLES)}
+        place = folder / f"cold-{name}-{i}"  # of its own: the trainer would go on with the run before
+        place.mkdir()
         began = time.monotonic_ns()
-        subprocess.run([sys.executable, str(script)], cwd=folder, env=env, check=True, capture_output=True)
+        subprocess.run([sys.executable, str(script)], cwd=place, env=env, check=True, capture_output=True)
         found.append((read_stamp(stamp) - began) / 1e6)
     return found
 
