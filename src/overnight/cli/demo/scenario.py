@@ -30,7 +30,7 @@ from overnight.testing.faults import FaultScript
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.15
-STEP_LIMIT_SECONDS = 120.0
+STEP_LIMIT_SECONDS = 300.0
 MAX_URGENT = 3
 
 SPACE = {
@@ -74,9 +74,9 @@ class Scenario:
         await self._start()
         sweep_id = await self._sweep()
         await self._break_a_device(sweep_id)
-        urgent = await self._urgent()
-        await self._kill_the_server(sweep_id)
-        trials = await self._finish(sweep_id, urgent)
+        more = await self._urgent(sweep_id)
+        await self._kill_the_server()
+        trials = await self._finish(sweep_id, more)
         interrupted, rerun = await self._prove(trials)
         seconds = time.monotonic() - self._began
         status = await self.client.status()
@@ -142,28 +142,47 @@ class Scenario:
         moved = trial.attempts_made > victim.attempts_made and trial.state is not TrialState.STARTING
         return trial if moved or trial.state in END_STATES else None
 
-    async def _urgent(self) -> list[Trial]:
-        """Submits an urgent trial while every device is busy; again if a device came free in that very moment."""
+    async def _urgent(self, sweep_id: str) -> list[Trial]:
+        """Submits an urgent trial while every device is busy; again if a device came free in that very moment.
+
+        Returns:
+            The trials that this put beside the sweep's.
+        """
         self.story.begin("urgent")
-        urgent: list[Trial] = []
-        while len(urgent) < MAX_URGENT:
-            await self._until("every device is busy and will be for a while", self._all_busy)
-            proposal = await self.client.propose(
-                ProposalIn(
-                    config=self.config.model_copy(update={"priority": PriorityClass.URGENT}),
-                    params={"epochs": 3 + len(urgent), "lr": 0.004, "width": 16},
-                    note="Somebody needs an answer now.",
-                )
+        more: list[Trial] = []
+        for number in range(MAX_URGENT):
+            busy = "every device is busy and will be for a while"
+            if await self._until(busy, lambda: self._busy_or_over(sweep_id)) == "over":
+                more += await self._occupy(number)
+            newest = await self._submit(
+                PriorityClass.URGENT, epochs=3 + number, lr=0.004, note="Somebody waits for it."
             )
-            newest = proposal.trials[0]
-            urgent.append(newest)
+            more.append(newest)
             self.story.note("urgent", f"{newest.name} is urgent and every device is busy")
             await self._until("the urgent trial runs", partial(self._has_started, newest))
             yielded = [t.name for t in await self._trials(None) if t.preemptions]
             if yielded:
                 self.story.done("urgent", f"{newest.name} runs; {', '.join(yielded)} yielded and waits its turn")
                 break
-        return urgent
+        return more
+
+    async def _busy_or_over(self, sweep_id: str) -> str | None:
+        """``busy`` when every device is; ``over`` when the sweep is, so that none will be; None until then."""
+        if await self._all_busy():
+            return "busy"
+        return "over" if (await self.client.sweep(sweep_id)).state is not SweepState.ACTIVE else None
+
+    async def _occupy(self, number: int) -> list[Trial]:
+        """A sweep that was over too soon for the story is followed by a few longer trials."""
+        rates = [0.01 / (1 + place + self.parallel * number) for place in range(self.parallel)]
+        more = [await self._submit(PriorityClass.EXPLORATORY, epochs=4 * self.epochs, lr=rate) for rate in rates]
+        await self._until("every device is busy and will be for a while", self._all_busy)
+        return more
+
+    async def _submit(self, priority: PriorityClass, *, epochs: int, lr: float, note: str = "") -> Trial:
+        config = self.config.model_copy(update={"priority": priority})
+        params = {"epochs": epochs, "lr": lr, "width": 16}
+        return (await self.client.propose(ProposalIn(config=config, params=params, note=note))).trials[0]
 
     async def _all_busy(self) -> bool:
         """Whether each healthy device runs an exploratory trial that is not yet half done."""
@@ -182,16 +201,16 @@ class Scenario:
     async def _has_started(self, trial: Trial) -> bool:
         return (await self.client.trial(trial.id)).state in {TrialState.RUNNING, *END_STATES}
 
-    async def _kill_the_server(self, sweep_id: str) -> None:
-        await self._until("trials run", lambda: self._running(sweep_id, 1))
+    async def _kill_the_server(self) -> None:
+        running = (await self.client.status()).running
         server = json.loads(self.home.server_file.read_text())
-        before = sum(t.step for t in await self._trials(sweep_id))
-        self.story.begin("kill", f"pid {server['pid']} is gone; {self.parallel - 1} workers do not notice")
+        before = sum(t.step for t in await self._trials(None))
+        self.story.begin("kill", f"pid {server['pid']} is gone; the workers of {len(running)} trials do not notice")
         began = time.monotonic()
         os.kill(server["pid"], signal.SIGKILL)
         status = await self._until("a new server answers", lambda: self._other_server(server["pid"]))
         away = time.monotonic() - began
-        after = sum(t.step for t in await self._trials(sweep_id))
+        after = sum(t.step for t in await self._trials(None))
         self.story.done(
             "kill", f"back after {away:.1f} s as pid {status.pid}; {after - before} steps came in late, none lost"
         )
@@ -200,19 +219,19 @@ class Scenario:
         status = await self.client.status()
         return status if status.pid != pid else None
 
-    async def _finish(self, sweep_id: str, urgent: Sequence[Trial]) -> list[Trial]:
+    async def _finish(self, sweep_id: str, more: Sequence[Trial]) -> list[Trial]:
         self.story.begin("finish")
 
         async def over() -> bool:
             sweep = await self.client.sweep(sweep_id)
-            trials = [*await self._trials(sweep_id), *[await self.client.trial(t.id) for t in urgent]]
+            trials = [*await self._trials(sweep_id), *[await self.client.trial(t.id) for t in more]]
             ended = sum(t.state in END_STATES for t in trials)
             best = f", best so far {sweep.best.value:.4f}" if sweep.best and sweep.best.value is not None else ""
-            self.story.note("sweep", f"{ended} of {self.num_trials + len(urgent)} trials have ended{best}")
+            self.story.note("sweep", f"{ended} of {self.num_trials + len(more)} trials have ended{best}")
             return sweep.state is not SweepState.ACTIVE and ended == len(trials)
 
         await self._until("the sweep ends", over)
-        trials = [await self.client.trial(t.id) for t in [*await self._trials(sweep_id), *urgent]]
+        trials = [await self.client.trial(t.id) for t in [*await self._trials(sweep_id), *more]]
         completed = sum(t.state is TrialState.COMPLETED for t in trials)
         self.story.done("sweep")
         self.story.done("finish", f"{completed} of {len(trials)} trials completed")

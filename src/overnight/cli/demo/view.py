@@ -11,6 +11,7 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.widgets import Static
 
+from overnight.cli import render
 from overnight.cli.demo.facts import Facts
 from overnight.cli.demo.scenario import Scenario
 from overnight.cli.demo.story import Beat, BeatState, Story
@@ -20,6 +21,8 @@ from overnight.tui import format as look
 from overnight.tui.app import OvernightApp
 from overnight.tui.screens.queue import QueueScreen
 from overnight.tui.snapshot import ServerSource
+
+SHOWN_ROWS = 10
 
 SIGNS = {
     BeatState.WAITING: ("·", "bright_black"),
@@ -130,25 +133,6 @@ async def play_plain(scenario: Scenario, say: Callable[[str], None]) -> Facts:
     return await scenario.play()
 
 
-def leaderboard_table(board: Leaderboard, limit: int = 10) -> Table:
-    """The best trials."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name, justify in (("#", "right"), ("Trial", "left"), (board.metric or "Value", "right"), ("Step", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]  # the literals are right
-    table.add_column("State")
-    table.add_column("Params", overflow="ellipsis", no_wrap=True)
-    for row in board.rows[:limit]:
-        table.add_row(
-            str(row.place),
-            look.plain(row.trial),
-            look.number(row.value),
-            str(row.step),
-            look.state(row.state),
-            look.params(row.params),
-        )
-    return table
-
-
 def final_page(facts: Facts, board: Leaderboard, settings: Settings) -> Group:
     """What was reached, and where to look further."""
     good, bad = Text("✓ ", style="green"), Text("✗ ", style="bold red")
@@ -175,6 +159,7 @@ def final_page(facts: Facts, board: Leaderboard, settings: Settings) -> Group:
         ),
         Text(f"  devices busy {facts.utilization:.0%} of the time; {facts.seconds:.0f} s in all", style="dim"),
     ]
+    rows = render.leaderboard(board.rows[:SHOWN_ROWS], board.metric)
     home = settings.home
     pointers = Table.grid(padding=(0, 2))
     pointers.add_row(Text("MLflow", style="bold"), f"mlflow ui --backend-store-uri {settings.effective_mlflow_uri}")
@@ -183,7 +168,12 @@ def final_page(facts: Facts, board: Leaderboard, settings: Settings) -> Group:
     pointers.add_row(Text("Next", style="bold"), "overnight up, then: overnight submit train.py --lr 0.001")
     return Group(
         Text(),
-        Panel(leaderboard_table(board), title="Leaderboard", title_align="left", border_style="bright_black"),
+        Panel(
+            rows,
+            title="Leaderboard",
+            title_align="left",
+            border_style="bright_black",
+        ),
         Text(),
         *lines,
         Text(),
