@@ -170,6 +170,19 @@ def test_sigkill_of_the_zygote_at_random(lab: Any) -> None:
         check_clean(lab, attempt_id)
 
 
+def test_a_warm_process_for_which_many_wait_fails_once(lab: Any) -> None:
+    lab.daemon()
+    (warm,) = wait_for(lambda: zygotes(lab))
+    waiting = [lab.run(lab.script("print('cold')", "waiting.py")) for _ in range(5)]
+    wait_for(lambda: all((lab.folder(attempt_id) / "order.json").exists() for attempt_id in waiting))
+    os.kill(warm, signal.SIGKILL)
+    for attempt_id in waiting:
+        assert lab.server.exit_of(attempt_id, 60)["exit_codes"] == [0], lab.log(attempt_id)
+    later = lab.run(lab.script("print('warm')", "later.py"))
+    assert lab.server.exit_of(later, 60)["exit_codes"] == [0]
+    assert lab.server.events(later, "started")[0]["data"]["warm"] is True
+
+
 def zygotes(lab: Any) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():

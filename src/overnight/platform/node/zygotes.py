@@ -19,6 +19,9 @@ from overnight.platform.node.identity import Identity
 
 READY_SECONDS = 120.0
 ANSWER_SECONDS = 10.0
+MAX_FAILURES = 3
+FORGET_SECONDS = 600.0
+"""An interpreter of which several warm processes in a row never got ready is started cold for so long."""
 MAX_ZYGOTES = 4
 
 _log = logging.getLogger(__name__)
@@ -95,6 +98,11 @@ class Zygote:
     def alive(self) -> bool:
         """Whether it may still answer."""
         return self._channel.fileno() >= 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it will never get ready."""
+        return self._ready.done() and self._ready.exception() is not None
 
     async def launch(self, handover: dict[str, Any]) -> int:
         """Hands an order over.
@@ -175,18 +183,19 @@ class WarmPool:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._zygotes: dict[Key, Zygote] = {}
-        self._unfit: dict[Key, int] = {}
+        self._failures: dict[Key, dict[Zygote, float]] = {}
 
     def start(self, key: Key) -> Zygote:
         """The warm process of a key, started if there is none.
 
         Raises:
-            ColdError: The interpreter cannot be started, or failed to get ready three times.
+            ColdError: The interpreter cannot be started, or failed to get ready several times in a row.
         """
         zygote = self._zygotes.get(key)
         if zygote is not None and zygote.alive:
             return zygote
-        if self._unfit.get(key, 0) >= 3:
+        since = asyncio.get_running_loop().time() - FORGET_SECONDS
+        if sum(at > since for at in self._failures.get(key, {}).values()) >= MAX_FAILURES:
             raise ColdError("this interpreter could not be kept warm")
         if len(self._zygotes) >= MAX_ZYGOTES:
             self._evict()
@@ -202,10 +211,10 @@ class WarmPool:
         try:
             pid = await zygote.launch(handover)
         except ColdError:
-            if not zygote.alive or not zygote._ready.done() or zygote._ready.exception() is not None:
-                self._unfit[key] = self._unfit.get(key, 0) + 1
+            if zygote.failed:  # one failure, however many launches were waiting for it
+                self._failures.setdefault(key, {})[zygote] = asyncio.get_running_loop().time()
             raise
-        self._unfit.pop(key, None)
+        self._failures.pop(key, None)
         return pid
 
     def pids(self) -> set[int]:
