@@ -1,4 +1,4 @@
-"""What a trial does to a house, and what a house that goes away does to a trial."""
+"""What a trial does to a house, what a house that goes away does to a trial, and gangs, which live and die together."""
 
 import os
 import signal
@@ -116,3 +116,31 @@ def test_after_ctrl_c_the_next_up_goes_on_from_where_they_yielded(house: House) 
         assert min(c.step for c in trial.checkpoints if c.attempt == 2) > yielded_at, "it went on from there"
         assert trial.retries_used == 0
     house.check_as_undisturbed(trials)
+
+
+def test_a_gang_that_loses_a_rank_is_ended_and_retried_as_a_whole(house: House) -> None:
+    gang = house.submit(seed=21, compute=Compute(gpus=2))
+    saved = house.until_saved(gang)
+    pids = house.pids(saved)
+    assert len(pids["ranks"]) == len(saved.devices) == 2
+    os.kill(pids["ranks"][1].pid, signal.SIGKILL)
+    wait_for(lambda: not any(one.alive() for one in pids["ranks"]), "the other rank is ended too", 30)
+    (trial,) = house.completed([gang])
+    assert trial.attempts_made == 2, house.story(trial)
+    lost = trial.attempts[0]
+    assert lost.outcome is Outcome.INFRA_FAULT and lost.exit_codes[1] == -signal.SIGKILL, house.story(trial)
+    assert min(c.step for c in trial.checkpoints if c.attempt == 2) > saved.checkpoints[-1].step, "it started over"
+    house.check_as_undisturbed([gang])
+
+
+def test_a_gang_is_not_starved_by_small_trials(house: House) -> None:
+    small = {"objective": None, "experiment": "small"}
+    early = [house.submit("plain.py", {"steps": 30 + 20 * n}, **small) for n in range(3)]
+    for trial_id in early:
+        house.until(trial_id, lambda t: t.state is not TrialState.QUEUED, "every device is busy")
+    gang = house.submit("plain.py", {"steps": 10}, objective=None, compute=Compute(gpus=3))
+    late = [house.submit("plain.py", {"steps": 5, "start": n}, **small) for n in range(9)]
+    house.completed([*early, gang, *late])
+    starts = [e.trial_id for e in house.events() if e.kind == "trial.state" and e.after == TrialState.STARTING]
+    order = [trial_id for trial_id in starts if trial_id == gang or trial_id in late]
+    assert order.index(gang) == 0, "a small trial that came later passed it"

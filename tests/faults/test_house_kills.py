@@ -14,7 +14,8 @@ from overnight.core.enums import TrialState
 from overnight.core.states import END_STATES
 from overnight.platform.node.held import signal_process
 
-VICTIMS = ("rank", "supervisor", "node", "zygote", "server")
+WORKERS, PLATFORM = ("rank", "supervisor"), ("node", "zygote", "server")
+NUM_CONFIGS = 5
 PLAIN_HITS = 2
 """A script that saves nothing makes no progress that counts, and its backoff grows fast: it is hit no more often."""
 
@@ -25,7 +26,7 @@ class Killer:
     def __init__(self, house: House, seed: int, each: int, spared: str) -> None:
         self.house = house
         self.dice = random.Random(seed)
-        self.pending = [victim for victim in VICTIMS for _ in range(each)]
+        self.pending = [*WORKERS * (each + 1), *PLATFORM * each]
         self.dice.shuffle(self.pending)
         self.done: Counter[str] = Counter()
         self._spared = spared
@@ -41,7 +42,7 @@ class Killer:
             self.pending.insert(0, victim)
 
     def _kill(self, victim: str) -> bool:
-        if victim in ("rank", "supervisor"):
+        if victim in WORKERS:
             return self._kill_worker(victim)
         pids = self.house.zygotes() if victim == "zygote" else [self.house.pid(victim)]
         for pid in pids:
@@ -66,7 +67,7 @@ def play(root: Path, *, seed: int, num_trials: int, each: int) -> None:
     """The whole scene: trials, kills, and then all that must be true."""
     with running_house(root, "fake:4") as house:
         plain = house.submit("plain.py", {"start": 0.37}, objective=PRINTED)
-        trained = [house.submit(params={"lr": 0.01 * (i + 1), "width": 4 + i}, seed=i) for i in range(num_trials - 1)]
+        trained = [house.submit(params=params_of(n), seed=n % NUM_CONFIGS) for n in range(1, num_trials)]
         killer = Killer(house, seed, each, plain)
         wait_for(lambda: any(t.state is TrialState.RUNNING for t in house.client.trials(limit=500).items), "it runs")
         while killer.pending and not all(t.state in END_STATES for t in house.client.trials(limit=500).items):
@@ -76,6 +77,12 @@ def play(root: Path, *, seed: int, num_trials: int, each: int) -> None:
         assert sum(trial.attempts_made - 1 for trial in trials) >= each, f"too little interrupted by {killer.done}"
         house.check_as_undisturbed(trained)
         check(house, plain)
+
+
+def params_of(n: int) -> dict[str, float]:
+    """A few configurations, each in several trials that only their pauses tell apart."""
+    config = n % NUM_CONFIGS
+    return {"lr": 0.01 * (config + 1), "width": 4 + config, "pause": 0.04 + n * 1e-6}
 
 
 def check(house: House, plain: str) -> None:
@@ -97,7 +104,7 @@ def expected_print(value: float, steps: int) -> float:
 
 
 def test_every_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    play(tmp_path, seed=1, num_trials=16, each=3)
+    play(tmp_path, seed=1, num_trials=16, each=2)
 
 
 @pytest.mark.soak

@@ -34,6 +34,7 @@ PRINTED = Objective(
     metric="score", mode=Mode.MAX, reduce="last", source="pattern", pattern=r"step (?P<step>\d+) score=(?P<value>\S+)"
 )
 DEADLINE_SECONDS = 120.0
+POLL_SECONDS = 0.1
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ def wait_for(look: Callable[[], T | None], what: str, seconds: float = DEADLINE_
         except UnavailableError:
             pass
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.03)
+        time.sleep(POLL_SECONDS)
 
 
 class House:
@@ -165,7 +166,10 @@ class House:
         return answer.trials[0].id
 
     def twin(self, trial_id: str) -> str:
-        """Proposes the same training once more, fast and without saves on the way, for nobody to disturb."""
+        """Proposes the same training once more, fast and without saves on the way, for nobody to disturb.
+
+        Trials that differ in their pause alone have one twin: the same work is not done twice.
+        """
         trial = self.trial(trial_id)
         fast = {"pause": 0.0, "every": 1_000_000, "deaf_at": 0}
         answer = self.client.propose(ProposalIn(config=trial.config, params={**trial.params, **fast}))
