@@ -218,14 +218,22 @@ def test_foreign_text_in_an_error_is_harmless(capsys):
     assert not any(char in err for char in "\x1b\x07\u202e")
 
 
-def test_a_missing_extra_names_the_pip_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("OVERNIGHT_HOME", str(tmp_path))
-    for name in list(sys.modules):
-        if name.startswith("overnight.store") or name.startswith("overnight.platform"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    assert cli_app.run(["db", "info"]) == 1
-    assert "pip install 'overnight[server]'" in capsys.readouterr().err
+def test_a_missing_extra_names_the_pip_line(tmp_path):
+    code = (
+        "import sys; sys.modules['sqlalchemy'] = None; from overnight.cli.app import run; sys.exit(run(['db', 'info']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"OVERNIGHT_HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "pip install 'overnight[server]'" in done.stderr
+
+
+def test_the_dashboard_says_that_it_needs_a_terminal(overnight_cli):
+    done = overnight_cli("tui")
+    assert done.returncode == 1
+    assert "needs a terminal" in done.stderr
+    assert "overnight status" in done.stderr
 
 
 def test_the_schema_is_published(overnight_cli):

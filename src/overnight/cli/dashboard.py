@@ -1,5 +1,6 @@
 """The two commands with a screen of their own: ``tui`` and ``demo``."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,12 +9,15 @@ import typer
 from overnight.cli.options import Output, OutputFormat, command
 from overnight.cli.server import server_extra
 from overnight.cli.session import session_of
+from overnight.core.errors import SetupError
 
 
 @command("overnight tui", "overnight --home /data/on tui")
 def tui(ctx: typer.Context) -> None:
     """The dashboard: queue, devices and results, live. Quit with q."""
     session = session_of(ctx)
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):  # without one Textual spins on the end of its input
+        raise SetupError("the dashboard needs a terminal", hint="In a pipe or a job, use: overnight status")
     with server_extra("overnight tui"):
         from overnight.tui.app import run_tui
     run_tui(session.settings)
