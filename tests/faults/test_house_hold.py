@@ -75,6 +75,7 @@ def test_what_runs_is_what_was_submitted_however_long_it_waited(house: House, tm
     (tmp_path / "helper.py").unlink()
     assert house.client.trial(name).state is TrialState.QUEUED
     house.completed([blocker, house.client.trial(name).id])
+    assert len(house.zygotes()) == 1, "what was warmed in advance serves what this shell submits"
     assert house.cli("logs", name) == "main as submitted, helper too\n"
 
 

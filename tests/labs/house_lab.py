@@ -18,6 +18,7 @@ from mlflow_lab import MlflowDatabase
 from overnight.agents.client import Client
 from overnight.core.enums import LeaseState, Mode, RunKind, TrialState
 from overnight.core.errors import UnavailableError
+from overnight.core.inherited import inherited
 from overnight.core.models.api import Event, ProposalIn, Trial
 from overnight.core.models.spec import Command, Objective, TrialConfig
 from overnight.core.settings import Settings
@@ -68,8 +69,8 @@ class House:
         self.home.root.mkdir(parents=True)
         self.claims = root / "claims"
         self.claims.mkdir()
-        # Without variables of Python, trials and node have the same, and one warm process serves both.
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("OVERNIGHT_", "PYTHON"))}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("OVERNIGHT_")}
+        clean |= {"PYTHONUNBUFFERED": "1"}  # as many images have it; no trial takes it along
         named = {f"OVERNIGHT_{name.upper()}": str(value) for name, value in (values | {"pool": pool}).items()}
         self.env = {**clean, **named, "OVERNIGHT_HOME": str(self.home.root)}
         self.process: subprocess.Popen[bytes] | None = None
@@ -159,7 +160,7 @@ class House:
             "workdir": str(SCRIPTS),
             "objective": SCORE,
             "max_retries": 100,
-            "env": {"HOUSE_CLAIMS": str(self.claims), "PATH": os.environ["PATH"]},
+            "env": {**inherited(self.env), "HOUSE_CLAIMS": str(self.claims)},
             **config,
         }
         answer = self.client.propose(ProposalIn(config=TrialConfig(**values), params=params or {}))

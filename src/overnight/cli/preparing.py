@@ -18,20 +18,13 @@ from overnight.cli import flags
 from overnight.core import specfile
 from overnight.core.enums import ArgsStyle, PriorityClass, RunKind
 from overnight.core.errors import InvalidSpecError, ScriptError
+from overnight.core.inherited import inherited
 from overnight.core.models.spec import Command, Compute, Objective, TrialConfig
 from overnight.core.settings import Settings
 from overnight.core.specfile import Spec
 from overnight.core.spectext import Document
 
 SPEC_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-
-INHERITED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|XDG_CACHE_HOME"
-    r"|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV"
-    r"|CUDA_HOME|CUDA_PATH|HF_HOME|HF_HUB_CACHE|HF_DATASETS_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_CACHE|TORCH_HOME"
-    r"|NCCL_\w+|GLOO_\w+"
-)
-"""Variables that a trial takes from the shell that submits it. All else, secrets above all, is named in ``env:``."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +312,7 @@ def _syntax_message(path: Path, error: SyntaxError) -> str:
 
 
 def _captured(spec: Spec, env: Mapping[str, str], taken: Snapshot) -> dict[str, str]:
-    captured = {name: value for name, value in env.items() if INHERITED.fullmatch(name)}
+    captured = inherited(env)
     for name in spec.inherit_env:
         if name not in env:
             raise InvalidSpecError(

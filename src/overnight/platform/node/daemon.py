@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import overnight
+from overnight.core.inherited import inherited
 from overnight.core.models.node import (
     DeviceReport,
     Ended,
@@ -434,7 +435,7 @@ class Daemon:
     def _prewarm(self) -> None:
         """Most trials run in the interpreter and environment of whoever started us: have that ready."""
         with contextlib.suppress(Exception):
-            self._warm.start(Key.of(sys.executable, dict(os.environ)))
+            self._warm.start(Key.of(sys.executable, inherited(os.environ)))
 
     def _reap(self) -> None:
         """Collects children that have ended: cold supervisors, warm processes, orphans."""
