@@ -4,7 +4,7 @@ import pytest
 
 from overnight.core.errors import BadInputError, InvalidParamsError
 from overnight.trainer.environment import read_environment
-from overnight.trainer.params import Params, from_json, parse_flags, resolve
+from overnight.trainer.params import Params, from_json, parse_flags, refuse_typos, resolve, usage
 
 DEFAULTS = {"lr": 1e-3, "epochs": 3, "name": "adam", "fast": False, "tags": ["a"], "extra": None, "opt": {"beta": 0.9}}
 
@@ -102,3 +102,15 @@ def test_an_empty_environment_is_one_rank_alone() -> None:
 def test_an_impossible_environment_names_the_variable(env: dict[str, str]) -> None:
     with pytest.raises(BadInputError, match=next(iter(env))):
         read_environment(env)
+
+
+def test_help_names_the_params_and_a_mistyped_one_is_refused() -> None:
+    defaults = {"lr": 1e-3, "weight_decay": 0.0, "opt": {"name": "adamw"}}
+    shown = usage("train.py", defaults)
+    assert "--weight_decay  0.0" in shown
+    assert "--opt.name" in shown
+    refuse_typos(["--verbose", "--out=x", "data.csv", "--", "--lrr"], defaults)
+    for word in ("--lrr", "--weight-deca", "--opt.nam=x"):
+        with pytest.raises(InvalidParamsError, match="there is no param") as caught:
+            refuse_typos([word, "3e-4"], defaults)
+        assert "Did you mean --" in caught.value.hint

@@ -158,8 +158,17 @@ class Run:
         if self.rank == 0:
             final = {"step": self._cursor.step, "weights": self.fingerprint()}
             write_atomic(self._attempt_dir / "final.json", json.dumps(final).encode())
-        if self.resumed and self._cursor.step == self._first_step and self._origin.environment.alone and self.rank == 0:
+        if self._origin.environment.alone and self.rank == 0:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        """The last line for the person at the terminal; under a supervisor the platform tells it."""
+        if self.resumed and self._cursor.step == self._first_step:
             complain(f"nothing was left to do after step {self._cursor.step}; --fresh starts anew")
+            return
+        reported = self._metrics.reported.items()
+        results = "".join(f", {name} {v:.6g}" if isinstance(v, float) else f", {name} {v}" for name, v in reported)
+        complain(f"finished at step {self._cursor.step}{results}; saved in {self.trial_dir}")
 
     def _close(self, *, clean: bool) -> None:
         try:

@@ -51,6 +51,7 @@ class Metrics:
         self._rows: list[list[Any]] = []
         self._sent_at = time.monotonic()
         self._asked_at = time.monotonic()
+        self.reported: dict[str, Any] = {}
         self._due_at: dict[float, float] = {}
 
     def log(self, step: int, values: Mapping[str, Any], reduce: Reduce = "mean", weight: float = 1.0) -> None:
@@ -97,8 +98,10 @@ class Metrics:
         self._keep(rows[:split])
         self.flush(announced.step, phase, everything=True)
         values = {entry.key: wire_number(value) for entry, value in rows[split:]}
+        told = announced.texts | values
+        self.reported |= told
         if self._rank == 0:
-            self._link.send("/v1/report", {"step": announced.step, "values": announced.texts | values})
+            self._link.send("/v1/report", {"step": announced.step, "values": told})
 
     def wants_reduction(self) -> bool:
         """Whether it is time to make one of what all ranks logged; rank 0 decides for all. True once per period."""

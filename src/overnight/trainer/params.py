@@ -5,6 +5,7 @@ inside: ``--opt.lr 3e-4`` and ``params["opt.lr"]`` both mean ``params["opt"]["lr
 """
 
 import copy
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,37 @@ def parse_flags(argv: Sequence[str], defaults: Mapping[str, Any]) -> Parsed:
         else:
             rest.append(item)
     return Parsed(values, fresh, rest)
+
+
+def usage(script: str, defaults: Mapping[str, Any]) -> str:
+    """What ``--help`` of a script that runs alone prints."""
+    lines = [f"usage: {script} [--NAME VALUE ...] [--fresh]", "", "params and their defaults:"]
+    leaves = _leaves(defaults)
+    width = max((len(name) for name in leaves), default=0)
+    lines += [f"  --{name:<{width}}  {json.dumps(value)}" for name, value in leaves.items()]
+    return "\n".join([*lines, "", "The same command again goes on where it stopped; --fresh starts anew."])
+
+
+def refuse_typos(rest: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    """Refuses a flag that nobody knows but that looks like a param: with it the default would be trained, silently.
+
+    Args:
+        rest: Arguments that are none of ours. What stands behind ``--`` is the script's own.
+        defaults: The known params.
+
+    Raises:
+        InvalidParamsError: Such a flag, with the name that was probably meant.
+    """
+    known = [name.replace("_", "-") for name in _leaves(defaults)]
+    for word in rest:
+        if word == "--":
+            return
+        flag = word[2:].partition("=")[0].replace("_", "-") if word.startswith("--") else ""
+        if close := difflib.get_close_matches(flag, known, n=1, cutoff=0.75) if flag else []:
+            raise InvalidParamsError(
+                f"there is no param --{flag}",
+                hint=f"Did you mean --{close[0]}? Flags of the script itself go behind a lone --.",
+            )
 
 
 def _leaves(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from overnight.trainer.checkpoint.saver import Saver
 from overnight.trainer.checkpoint.writer import Author
 from overnight.trainer.data.record import SampleRecord
 from overnight.trainer.environment import ALONE_ROOT, Environment, read_environment, script_name
-from overnight.trainer.params import Params, from_json, parse_flags, resolve
+from overnight.trainer.params import Params, from_json, parse_flags, refuse_typos, resolve, usage
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Evaluations on one rank may take long; a dead peer is noticed at once by its closed connection."""
@@ -83,10 +83,20 @@ def read_inputs(defaults: dict[str, Any], fresh: bool) -> Inputs:
         params = resolve(defaults, from_json(environment.params))
     else:
         parsed = parse_flags(sys.argv[1:], defaults)
+        if environment.alone:
+            _answer_at_once(parsed.rest, defaults)
         params = resolve(defaults, parsed.values)
     fresh = (fresh or parsed.fresh) and environment.attempt is None  # a trial that is started again always goes on
     folder = Path.cwd() / ALONE_ROOT / script_name() / digest(dict(params))[:12]
     return Inputs(environment.placed(folder), params, fresh, parsed.rest)
+
+
+def _answer_at_once(rest: list[str], defaults: dict[str, Any]) -> None:
+    """Help, and words that look like a mistyped param: both must not train."""
+    if {"-h", "--help"} & set(rest):
+        print(usage(Path(sys.argv[0]).name, defaults))
+        raise SystemExit(0)
+    refuse_typos(rest, defaults)
 
 
 def pick_device(environment: Environment) -> torch.device:
