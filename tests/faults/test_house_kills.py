@@ -103,6 +103,7 @@ def expected_print(value: float, steps: int) -> float:
     return value
 
 
+@pytest.mark.timeout(400)  # deadlines are inside; a busy machine must not matter
 def test_every_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
     play(tmp_path, seed=1, num_trials=14, each=2)
 

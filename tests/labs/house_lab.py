@@ -86,7 +86,7 @@ class House:
                 [sys.executable, "-m", "overnight", "up"],
                 env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        wait_for(lambda: self._is_ready(), f"the house is up:\n{self.log('up')}", 60)
+        wait_for(lambda: self._is_ready(), f"the house is up:\n{self.log('up')}")
 
     def _is_ready(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self.log("up")
@@ -104,7 +104,7 @@ class House:
         assert self.process is not None
         self.process.wait(30)
         self.close_client()
-        wait_for(lambda: not self.processes(), "no process of the home is left", 5)
+        wait_for(lambda: not self.processes(), "no process of the home is left", 30)
         assert not self.recorded_alive(), f"processes of attempts live: {self.recorded_alive()}"
         assert self.claimed() == []
 
@@ -180,7 +180,9 @@ class House:
         """With attempts and checkpoints."""
         return self.client.trial(trial_id)
 
-    def until(self, trial_id: str, condition: Callable[[Trial], Any], what: str, seconds: float = 60.0) -> Trial:
+    def until(
+        self, trial_id: str, condition: Callable[[Trial], Any], what: str, seconds: float = DEADLINE_SECONDS
+    ) -> Trial:
         """Waits for something about a trial."""
         seen: list[Trial] = []
 
@@ -193,7 +195,7 @@ class House:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story(seen[0]) if seen else ''}") from None
 
-    def until_saved(self, trial_id: str, seconds: float = 60.0) -> Trial:
+    def until_saved(self, trial_id: str, seconds: float = DEADLINE_SECONDS) -> Trial:
         """Waits until it runs and its present attempt has committed a checkpoint."""
 
         def is_saved(trial: Trial) -> bool:
@@ -245,7 +247,7 @@ class House:
     def pids(self, trial: Trial) -> dict[str, Any]:
         """What the supervisor of a trial's newest attempt has recorded, as identities."""
         path = self.home.attempt_dir(trial.id, trial.attempts_made) / "pids.json"
-        data = wait_for(lambda: path.exists() and json.loads(path.read_text()), f"{path} exists", 20)
+        data = wait_for(lambda: path.exists() and json.loads(path.read_text()), f"{path} exists")
         ranks = [Identity.from_dict(data["ranks"][rank]) for rank in sorted(data["ranks"])]
         return {"supervisor": Identity.from_dict(data["supervisor"]), "ranks": ranks}
 
@@ -294,7 +296,7 @@ class House:
             elif event.kind == "lease.clean":
                 for device in event.data["devices"]:
                     assert holders.pop(device) == event.attempt_id
-        wait_for(lambda: not any(d.attempt_id for d in self.client.devices()), "all devices are free", 20)
+        wait_for(lambda: not any(d.attempt_id for d in self.client.devices()), "all devices are free", 60)
 
     def check_ends(self, trials: Iterable[Trial]) -> None:
         """Each was completed once, by its last attempt, and every attempt is closed and clean."""
@@ -306,7 +308,7 @@ class House:
             done = [one.number for one in trial.attempts if one.outcome == "completed"]
             assert done == [trial.attempts_made], self.story(trial)
             assert f"attempt {trial.attempts[-1].id} is killed" not in self.log("node"), "killed while it finished"
-            wait_for(lambda trial=trial: self._is_clean(trial), f"{trial.name} is clean", 20)  # type: ignore[misc]
+            wait_for(lambda trial=trial: self._is_clean(trial), f"{trial.name} is clean", 60)  # type: ignore[misc]
 
     def _is_clean(self, trial: Trial) -> bool:
         return all(one.lease_state is LeaseState.CLEAN for one in self.trial(trial.id).attempts)
@@ -339,7 +341,7 @@ class House:
 
     def check_mlflow(self, trials: Iterable[Trial]) -> None:
         """MLflow says what the store says: one run each, FINISHED, every (key, step) once."""
-        wait_for(lambda: self.client.status().mlflow_lag_rows == 0, "MLflow has heard everything", 60)
+        wait_for(lambda: self.client.status().mlflow_lag_rows == 0, "MLflow has heard everything")
         mlflow = MlflowDatabase(self.home.root / "mlflow.db")
         runs = mlflow.runs()
         for trial in trials:
