@@ -1,5 +1,6 @@
 """The queue screen: what runs where, what waits, what has ended. Read-only and live."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import ClassVar
 
@@ -53,7 +54,7 @@ def summary(snapshot: Snapshot) -> Text:
     return text
 
 
-def device_line(device: Device, now: datetime) -> Text:
+def device_line(device: Device) -> Text:
     """One device: its sign, its name, and what it does or why it does nothing."""
     sign, colour = look.DEVICE_LOOK[device.state]
     text = Text(" ", no_wrap=True, overflow="ellipsis")
@@ -65,15 +66,13 @@ def device_line(device: Device, now: datetime) -> Text:
         text.append("  ")
     if device.trial_name is not None:
         text.append(look.plain(device.trial_name, 40))
-        if device.since is not None:
-            text.append(f"  {look.duration((now - device.since).total_seconds())}", style="bright_black")
     elif device.state == "healthy":
         text.append("idle", style="bright_black")
     return text
 
 
-def trial_row(trial: Trial, now: datetime) -> Row:
-    """One trial as a row of the table."""
+def trial_row(trial: Trial, now: datetime, labels: Mapping[str, str]) -> Row:
+    """One trial as a row of the table; ``labels`` are the short names of devices by id."""
     ended = trial.ended_at is not None
     detail = look.params(trial.params)
     if trial.state is TrialState.FAILED and trial.error is not None:
@@ -93,7 +92,7 @@ def trial_row(trial: Trial, now: datetime) -> Row:
             "step": Text(str(trial.step) if trial.step else "-"),
             "time": look.elapsed(trial.started_at, trial.ended_at, now),
             "attempt": Text(str(trial.attempts_made) if trial.attempts_made else "-"),
-            "device": look.plain(" ".join(name.rpartition("/")[2] for name in trial.devices), 30),
+            "device": look.plain(" ".join(labels.get(device_id, device_id) for device_id in trial.devices), 30),
             "detail": detail,
         },
     )
@@ -132,11 +131,12 @@ class QueueScreen(Screen[None]):
         problem = self.query_one("#problem", Static)
         problem.set_class(bool(snapshot.problem), "shown")
         problem.update(look.plain(f"{snapshot.problem} Showing what was last heard.") if snapshot.problem else "")
-        self.query_one("#devices", Static).update(self._devices(snapshot, now))
-        self.query_one(LineTable).show([trial_row(trial, now) for trial in snapshot.trials])
+        self.query_one("#devices", Static).update(self._devices(snapshot))
+        labels = {device.id: f"{device.kind}:{device.index}" for device in snapshot.devices}
+        self.query_one(LineTable).show([trial_row(trial, now, labels) for trial in snapshot.trials])
 
-    def _devices(self, snapshot: Snapshot, now: datetime) -> Text:
-        lines = [device_line(device, now) for device in snapshot.devices[:9]]
+    def _devices(self, snapshot: Snapshot) -> Text:
+        lines = [device_line(device) for device in snapshot.devices[:9]]
         if len(snapshot.devices) > 9:
             lines.append(Text(f" … and {len(snapshot.devices) - 9} more", style="bright_black"))
         return Text("\n").join(lines)

@@ -67,7 +67,7 @@ class LineTable(ScrollView, can_focus=True):
     DEFAULT_CSS = """
     LineTable { height: 1fr; background: $surface; }
     LineTable > .line-table--head { text-style: bold; color: $text-muted; background: $panel; }
-    LineTable > .line-table--cursor { background: $boost; text-style: bold; }
+    LineTable > .line-table--cursor { background: $primary-darken-3; text-style: bold; }
     LineTable > .line-table--dim { color: $text-muted; }
     """
 
