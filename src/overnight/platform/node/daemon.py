@@ -454,8 +454,12 @@ class Daemon:
     def _child_pids(self) -> set[int]:
         return self._warm.pids() | {one.process.pid for one in self._held.values() if one.process is not None}
 
-    def _orphans(self) -> list[int]:
-        """Children that nobody here started and that no living attempt claims: a dead supervisor left them."""
+    def _orphans(self, attempt_id: str) -> list[int]:
+        """Children that nobody here started and that no other attempt claims: a dead supervisor left them.
+
+        Those that carry the attempt's own mark too: one that forks on and on is seen here, where a walk through all
+        processes comes too late for it.
+        """
         known = self._child_pids() | {one.supervisor.pid for one in self._held.values() if one.supervisor is not None}
         launching = any(one.supervisor is None and not one.dirty for one in self._held.values())
         found = []
@@ -464,6 +468,6 @@ class Daemon:
             if pid in known or stat is None or stat.session == os.getsid(0) or is_spare(pid):
                 continue
             mark = reaper.mark_of(pid)
-            if mark is None and not launching:
+            if mark == attempt_id or (mark is None and not launching):
                 found.append(pid)
         return found

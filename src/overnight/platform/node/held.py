@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,12 @@ class Undertaker:
     """Buries attempts whose supervisor is gone.
 
     Args:
-        orphans: Pids of processes that became this daemon's children and belong to no living supervisor.
+        orphans: For an attempt's id, pids of processes that became this daemon's children and may be its.
         make_link: A way to the server, by the order's own files.
         heartbeat_seconds: For the posts.
     """
 
-    def __init__(self, orphans: Callable[[], list[int]], heartbeat_seconds: float = 5.0) -> None:
+    def __init__(self, orphans: Callable[[str], list[int]], heartbeat_seconds: float = 5.0) -> None:
         self._orphans = orphans
         self._heartbeat_seconds = heartbeat_seconds
 
@@ -146,7 +147,8 @@ class Undertaker:
         held.dirty = True
         pids = read_json(held.folder / launch_lock.PIDS) or {}
         known = _known(pids)
-        while left := await asyncio.to_thread(reaper.sweep, held.attempt_id, known, self._orphans):
+        orphans = partial(self._orphans, held.attempt_id)
+        while left := await asyncio.to_thread(reaper.sweep, held.attempt_id, known, orphans):
             _log.error("attempt %s: processes %s cannot be killed; its devices stay leased", held.attempt_id, left)
             await asyncio.sleep(1.0)
         held.dirty = False
