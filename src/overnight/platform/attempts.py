@@ -17,7 +17,7 @@ from overnight.platform.outcome import Exit, ObjectiveState, decide_outcome
 from overnight.store import attempts, devices, metrics, trials
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 __all__ = ["Exit", "ObjectiveState", "conclude", "conclude_ended", "conclude_unlaunched", "decide_outcome"]
 

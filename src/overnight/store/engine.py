@@ -10,13 +10,14 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy import Connection
 
 from overnight.core.clock import Clock
 from overnight.store import migrations
 from overnight.store.backends import Backend, Fault, backend_for, to_error
 from overnight.store.writer import RETRY_DELAYS_SECONDS, Topics, Writer, touch
 
-__all__ = ["Store", "Topics", "touch"]
+__all__ = ["Connection", "Store", "Topics", "touch"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

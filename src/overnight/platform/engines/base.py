@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from overnight.core.models.node import Work
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 
 class Engine(Protocol):

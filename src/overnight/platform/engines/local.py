@@ -17,7 +17,7 @@ from overnight.platform.engines.orders import Surroundings, make_order
 from overnight.store import attempts, devices, trials
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 POKE_SECONDS = 0.2
 

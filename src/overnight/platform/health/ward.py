@@ -12,7 +12,7 @@ from overnight.platform.health.verdict import History, Verdict, judge
 from overnight.store import devices
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 log = logging.getLogger(__name__)
 

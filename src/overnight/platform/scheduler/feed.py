@@ -35,7 +35,7 @@ from overnight.store.attempts import LiveAttempt
 from overnight.store.trials import SchedTrial
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 MAX_BACKOFF_SECONDS = 600.0
 """A stored time of a clock that jumped must not keep a trial back for years."""

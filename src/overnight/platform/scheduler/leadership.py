@@ -8,7 +8,7 @@ from overnight.platform.scheduler.expiry import SilenceWatch
 from overnight.store import leaders
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 ROLE = "scheduler"
 

@@ -39,7 +39,7 @@ from overnight.store.engine import Store
 from overnight.store.transitions import preempt
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 _log = logging.getLogger(__name__)
 

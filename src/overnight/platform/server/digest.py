@@ -11,7 +11,7 @@ from overnight.store import events, experiments, trials
 from overnight.store.trials import TrialFilter
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 NUM_BEST = 10
 NUM_RECENT = 20

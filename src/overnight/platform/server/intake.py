@@ -21,7 +21,7 @@ from overnight.store import attempts, nodes
 from overnight.store import spool as spools
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from overnight.platform.server.wake import MAX_WAIT_SECONDS
 from overnight.store import attempts, trials
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 POLL_SECONDS = 0.05
 """How often a growing file is looked at: files have no commits to wait for."""

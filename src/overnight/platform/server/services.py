@@ -22,7 +22,7 @@ from overnight.platform.sweeps import SweepService
 from overnight.store.engine import Store
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 P = ParamSpec("P")
 T = TypeVar("T")

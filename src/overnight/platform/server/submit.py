@@ -13,7 +13,7 @@ from overnight.store import proposals
 from overnight.store.engine import Store
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 
 class _RehearsedError(Exception):

@@ -19,7 +19,7 @@ from overnight.store import searches, sweeps, transitions
 from overnight.store.engine import Store
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from overnight.store.events import NewEvent
 from overnight.store.schedules import job_store
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 log = logging.getLogger(__name__)
 

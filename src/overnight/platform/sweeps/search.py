@@ -28,7 +28,7 @@ from overnight.store.engine import Store
 from overnight.store.searches import Asked
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from overnight.store import experiments, searches, sweeps
 from overnight.store.engine import Store, Topics
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from overnight.platform.server.web import Caller, House, Reason, answer, answer_
 from overnight.store import devices, nodes
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 router = APIRouter(tags=["devices"], dependencies=[right(Role.VIEWER)])
 

@@ -19,7 +19,7 @@ from overnight.store import attempts, devices, nodes, outbox, sweeps, transition
 from overnight.store.trials import TrialFilter
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 router = APIRouter(tags=["house"])
 

@@ -30,7 +30,7 @@ from overnight.store import metrics, transitions, trials
 from overnight.store.trials import TrialFilter
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from overnight.store.engine import Connection
 
 router = APIRouter(tags=["trials"], dependencies=[right(Role.VIEWER)])
 
