@@ -138,6 +138,40 @@ def test_sigkill_of_the_daemon_and_its_successor(lab: Any) -> None:
     check_clean(lab, attempt_id)
 
 
+def test_sigkill_of_the_daemon_during_a_launch_costs_nothing(lab: Any) -> None:
+    first = lab.daemon()
+    attempt_id = lab.run(lab.script("print('up')"))
+    # The warm process imports torch for a second or more: the order waits for it, and so do we to strike.
+    wait_for(lambda: (lab.folder(attempt_id) / "order.json").exists())
+    first.kill()
+    first.wait()
+    assert not (lab.folder(attempt_id) / "pids.json").exists(), "struck too late"
+    lab.daemon(cold=True)
+    assert lab.server.exit_of(attempt_id, 60)["exit_codes"] == [0]
+    assert lab.server.wait_ended(attempt_id)["vanished"] is False
+    assert len(lab.server.events(attempt_id, "started")) == 1
+    check_clean(lab, attempt_id)
+
+
+def test_a_launch_taken_back_cannot_happen_and_one_that_happened_is_not_taken_back(tmp_path: Path) -> None:
+    from overnight.platform.node import launch_lock
+    from overnight.platform.node.held import take_back_launch
+
+    assert not take_back_launch(tmp_path / "gone")
+    late = launch_lock.stamp(tmp_path).token
+    assert late and take_back_launch(tmp_path)
+    assert launch_lock.hold(tmp_path, late) is None
+    token = launch_lock.stamp(tmp_path).token
+    assert token is not None
+    lock = launch_lock.hold(tmp_path, token)
+    assert lock is not None
+    launch_lock.mark_held(lock, token)
+    assert not take_back_launch(tmp_path)
+    (tmp_path / launch_lock.PIDS).write_text("{}")
+    os.close(lock)
+    assert not take_back_launch(tmp_path)
+
+
 def test_sigkill_of_daemon_and_supervisor_together(lab: Any) -> None:
     first = lab.daemon(cold=True)
     attempt_id = chatty(lab)

@@ -32,7 +32,7 @@ from overnight.platform.identity import LockFile
 from overnight.platform.node import launch_lock, reaper
 from overnight.platform.node.control import ControlSocket
 from overnight.platform.node.files import read_json
-from overnight.platform.node.held import Held, Registry, Undertaker, kill, until_gone
+from overnight.platform.node.held import Held, Registry, Undertaker, kill, take_back_launch, until_gone
 from overnight.platform.node.identity import Identity, boot_id, read_stat
 from overnight.platform.node.launcher import Launched, Launcher, LaunchError
 from overnight.platform.node.link import Backoff, ServerLink
@@ -246,6 +246,7 @@ class Daemon:
                     self._backoff.reset()
                     self._apply(work)
                     after = work.version
+                    await asyncio.sleep(0)  # launches go before the next question
             except (WireError, ValueError) as error:
                 if self._node_id is not None:
                     _log.info("the server is away: %s", error)
@@ -365,6 +366,11 @@ class Daemon:
 
     def _adopt_all(self) -> None:
         for attempt_id, folder in self._registry.all().items():
+            if take_back_launch(folder):
+                # Nothing is lost and nothing to be told: if its order still stands, it is the first work to come.
+                _log.info("attempt %s of an earlier daemon was never launched", attempt_id)
+                self._registry.remove(attempt_id)
+                continue
             held = self._hold(attempt_id, folder)
             _log.info("found attempt %s of an earlier daemon", attempt_id)
             held.task = self._spawn(self._live(held, None))

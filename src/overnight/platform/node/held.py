@@ -81,6 +81,23 @@ class Registry:
         return found
 
 
+def take_back_launch(folder: Path) -> bool:
+    """Makes sure that a launch which a daemon did not finish never happens, unless it has happened.
+
+    A new stamp decides it: a supervisor that is still on its way comes with the old one, and leaves.
+
+    Args:
+        folder: The attempt's.
+
+    Returns:
+        Whether no code of the user ran or will run: the attempt can be launched again as if for the first time.
+    """
+    try:
+        return launch_lock.stamp(folder).token is not None
+    except OSError:
+        return False  # a folder that is gone proves nothing
+
+
 async def until_gone(identity: Identity) -> None:
     """Waits for a process to end, child or not."""
     descriptor = identity.pidfd()
