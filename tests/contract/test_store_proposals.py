@@ -120,17 +120,27 @@ class TestDuplicates:
             {"run": {"kind": "script", "target": "other.py"}},
             {"code": "0" * 32},
             {"seed": 7},
+            {"compute": {"gpus": 2}},
+            {"compute": {"gpus": "1-2"}},
+            {"compute": {"procs": 2}},
         ]
         config = type(first.config)
         others = [config.model_validate(first.config.model_dump() | change) for change in changes]
         asked = [first, lab.proposal({"lr": 2}), *(ProposalIn(config=other, params=first.params) for other in others)]
         answers = accept_all(lab, asked)
-        assert [answer.status for answer in answers if isinstance(answer, Proposal)] == ["accepted"] * 6
+        assert [answer.status for answer in answers if isinstance(answer, Proposal)] == ["accepted"] * 9
 
-    def test_the_same_work_with_another_urgency_is_one(self, lab: Lab) -> None:
+    def test_the_same_work_with_another_urgency_or_other_limits_is_one(self, lab: Lab) -> None:
         lab.trial({"lr": 1})
-        for change in ({"priority": "urgent"}, {"env": {"A": "1"}}, {"max_retries": 0}):
+        limits = {"gpus": "1", "procs": 1, "type": ["h100"], "memory": "64G", "max_time_seconds": 60}
+        for change in ({"priority": "urgent"}, {"env": {"A": "1"}}, {"max_retries": 0}, {"compute": limits}):
             assert lab.accept({"lr": 1}, **change).status is ProposalStatus.DUPLICATE
+        lab.trial({"lr": 1}, compute={"nodes": 2, "gpus_per_node": 2})
+        same = lab.accept({"lr": 1}, compute={"gpus": 4, "procs": 4})
+        assert same.status is ProposalStatus.DUPLICATE, "four ranks compute the same wherever they are"
+
+    def test_hashes_are_a_promise_to_the_trials_of_older_databases(self, lab: Lab) -> None:
+        assert lab.accept({"lr": 1}).trials[0].config_hash == "9a8c59e1437bf14427c366ac63a727b0"
 
     def test_a_failed_or_cancelled_one_may_be_tried_again(self, lab: Lab) -> None:
         failed, attempt = lab.run({"lr": 1})

@@ -109,6 +109,17 @@ class Compute(Wire):
         """The most devices that the trial can use."""
         return self.nodes * self.gpus_per_node if self.nodes and self.gpus_per_node else _gpu_range(self.gpus)[1]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of it changes what is computed: over how many devices and ranks. Nothing for one rank on one device.
+
+        Which devices, on how many nodes, and the limits of memory and time do not: asking for the same work with more
+        of them is no other work.
+        """
+        devices = [self.min_devices, self.max_devices]
+        procs = None if devices == [self.procs, self.procs] else self.procs
+        return {} if devices == [1, 1] and procs is None else {"devices": devices, "procs": procs}
+
 
 def _gpu_range(value: int | str) -> tuple[int, int]:
     if isinstance(value, int):
@@ -173,7 +184,9 @@ class TrialConfig(Wire):
     @property
     def identity(self) -> dict[str, Any]:
         """What makes two trials the same work: not the priority, the retries, or the environment's noise."""
-        return self.model_dump(mode="json", include={"run", "args", "code", "workdir", "objective", "seed"})
+        found = self.model_dump(mode="json", include={"run", "args", "code", "workdir", "objective", "seed"})
+        compute = self.compute.identity
+        return {**found, "compute": compute} if compute else found
 
 
 class Distribution(Wire):
