@@ -5,20 +5,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import FrameType
 from typing import Any
 
 from overnight.core.errors import BadInputError
+from overnight.trainer.interval import MTBF_SECONDS, AutoInterval, Slowdown
 
-MTBF_SECONDS = 3600.0
-"""Assumed mean time between failures of one rank, for ``every="auto"``."""
+Every = int | str | Sequence[int | str] | None
+"""When to save without being asked, as scripts say it."""
 
-FIRST_SECONDS = 5.0
-AUTO_RANGE_SECONDS = (2.0, 600.0)
-
-_EVERY_HINT = 'Like every=500, "30s", "epoch", "auto" or None.'
+_EVERY_HINT = 'Like every=500, "30s", "epoch", "auto", several of these in a tuple, or None.'
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -73,52 +71,89 @@ class Signals:
 class Policy:
     """When to checkpoint without being asked.
 
+    Whatever updates and epochs call for is the same on all ranks. Of clocks, rank 0's decides for all.
+
     Args:
-        every: Updates (int), time (``"30s"``, ``"5m"``), ``"epoch"``, ``"auto"``, or None for never.
+        every: Updates (int), time (``"30s"``, ``"5m"``), ``"epoch"``, ``"auto"``, several of these, or None for never.
         world_size: Number of ranks; failures grow with it.
         monotonic: Seconds on a clock that never jumps.
+        mtbf_seconds: Mean time between failures of one rank, as the platform knows it; an assumption if None.
 
     Raises:
         BadInputError: ``every`` is none of these.
     """
 
     def __init__(
-        self, every: int | str | None, world_size: int = 1, monotonic: Callable[[], float] = time.monotonic
+        self,
+        every: Every,
+        world_size: int = 1,
+        monotonic: Callable[[], float] = time.monotonic,
+        mtbf_seconds: float | None = None,
     ) -> None:
         self._monotonic = monotonic
-        self._mtbf_seconds = MTBF_SECONDS / world_size
-        self._updates = every if isinstance(every, int) and not isinstance(every, bool) else None
-        self._epochs = every == "epoch"
-        self._auto = every == "auto"
-        self._seconds = FIRST_SECONDS if self._auto else None
-        if isinstance(every, str) and not (self._epochs or self._auto):
-            self._seconds = parse_seconds(every)
-        if isinstance(every, bool) or (self._updates is not None and self._updates < 1):
-            raise BadInputError(f"every={every!r} is no interval", hint=_EVERY_HINT)
-        self._saved_at = monotonic()
-        self._is_asked = False
+        intervals = [_interval(one) for one in _each(every)]
+        self._updates = tuple(one for one in intervals if isinstance(one, int))
+        self._epochs = "epoch" in intervals
+        self._seconds = min((one for one in intervals if isinstance(one, float)), default=math.inf)
+        self._slowdown = Slowdown(monotonic)
+        auto = AutoInterval((mtbf_seconds or MTBF_SECONDS) / world_size, self._slowdown)
+        self._auto = auto if "auto" in intervals else None
+        self._since = monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Time between saves; infinite if the clock calls for none."""
+        return self._seconds if self._auto is None else min(self._seconds, self._auto.seconds)
 
     def due_by_count(self, step: int, *, epoch_end: bool) -> bool:
         """Whether updates or epochs call for a save; the same on all ranks."""
-        return (self._updates is not None and step % self._updates == 0) or (self._epochs and epoch_end)
+        return (self._epochs and epoch_end) or any(step % updates == 0 for updates in self._updates)
 
     def due_by_time(self) -> bool:
-        """Whether the clock calls for a save; rank 0 decides for all. True once per save: an answer takes a round."""
-        if self._is_asked or self._seconds is None or self._monotonic() - self._saved_at < self._seconds:
+        """Whether the clock calls for a save. True once per interval, since the ranks' answer takes a round."""
+        now = self._monotonic()
+        if now - self._since < self.seconds:
             return False
-        self._is_asked = True
+        self._since = now
         return True
 
-    def saved(self, cost_seconds: float) -> None:
-        """Learns from a save: how much it held up the loop.
+    def updated(self, *, writing: bool) -> None:
+        """An update is over. Learns how much slower they are while a checkpoint is written (``writing``)."""
+        if self._auto is not None:
+            self._slowdown.updated(writing=writing)
 
-        ``"auto"`` takes Young's interval, sqrt(2 x cost x mean time between failures) (Young 1974, CACM 17(9)).
-        """
-        self._saved_at = self._monotonic()
-        self._is_asked = False
-        if self._auto:
-            low, high = AUTO_RANGE_SECONDS
-            self._seconds = min(high, max(low, math.sqrt(2 * cost_seconds * self._mtbf_seconds)))
+    def saved(self, stall_seconds: float) -> None:
+        """A save has begun and held up the loop for so long: the next is an interval away."""
+        self._since = self._monotonic()
+        self._slowdown.interrupted()
+        if self._auto is not None:
+            self._auto.staged(stall_seconds)
+
+    def committed(self, write_seconds: float) -> None:
+        """A save was written behind training, and that took so long."""
+        if self._auto is not None:
+            self._auto.committed(write_seconds)
+
+
+def _each(every: Every) -> tuple[int | str, ...]:
+    if every is None:
+        return ()
+    if isinstance(every, int | str):
+        return (every,)
+    if isinstance(every, Sequence) and every:
+        return tuple(every)
+    raise BadInputError(f"every={every!r} is no interval", hint=_EVERY_HINT)
+
+
+def _interval(every: Any) -> int | float | str:
+    """Updates as int, seconds as float, or the words that are left."""
+    if every in ("epoch", "auto"):
+        return str(every)
+    if isinstance(every, str):
+        return parse_seconds(every)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise BadInputError(f"every={every!r} is no interval", hint=_EVERY_HINT)
+    return every
 
 
 def parse_seconds(text: str) -> float:
