@@ -1,8 +1,7 @@
 """Tracked objects as data: tensors for DCP and JSON for the rest, without pickle wherever that is possible.
 
-Staging copies everything at one moment, so that nothing that training does afterwards (in-place updates of optimizer
-state, python counters) reaches the checkpoint. An object that cannot be saved is refused here, before a file is
-touched.
+Encoding copies no tensor: it names the live ones (leaves), which staging then copies. What is not a tensor is JSON at
+once and so of this moment. An object that cannot be saved is refused here, before a file is touched.
 
 What is not a tensor is JSON: scalars, strings, lists and dicts as they are, and what JSON lacks (tuples, bytes, other
 keys, numpy arrays) as ``{"$": kind, ...}``. Anything else is stored as ``torch.save`` bytes, but only if ``torch.load``
@@ -23,10 +22,45 @@ import torch
 import xxhash
 
 from overnight.core.errors import CheckpointError, CorruptCheckpointError, SaveFailedError
+from overnight.trainer.checkpoint.sharding import chunk_of, is_sharded
 
 Json = Any
 _MARK = "$"
 _PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A live tensor of the state, as this rank has it.
+
+    Attributes:
+        key: Its name in the checkpoint: the path at which it was found first. The same on all ranks.
+        tensor: Detached and strided; on any device, maybe not contiguous or with a conjugate or negative bit. Shares memory
+            with what is tracked. Of a DTensor the local shard, which may be empty.
+        on: Type of its device.
+        whole: Shape of the DTensor that it is a chunk of, else None.
+        at: Offset of the chunk in ``whole``. Chunks with the same key and offset on several ranks are replicas of each
+            other: one is enough.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    on: str
+    whole: tuple[int, ...] | None = None
+    at: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """States, taken apart.
+
+    Attributes:
+        objects: JSON by object name; tensors are references to keys.
+        leaves: Live tensors by key; memory that is used at several places is one leaf.
+    """
+
+    objects: dict[str, Json]
+    leaves: dict[str, Leaf]
 
 
 @dataclass
@@ -138,13 +172,11 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any], device
                 optimizer.state[param][key] = saved.to(live.device).clone()
 
 
-def stage(states: Mapping[str, Any], step: int, position: dict[str, Any] | None = None) -> Snapshot:
-    """Copies states into a snapshot.
+def encode(states: Mapping[str, Any]) -> Encoded:
+    """Takes states apart without copying a tensor.
 
     Args:
         states: Live state by object name, see :func:`state_of`.
-        step: Updates done.
-        position: See :class:`Snapshot`.
 
     Raises:
         SaveFailedError: Something in a state cannot be saved; the message names its path.
@@ -156,12 +188,37 @@ def stage(states: Mapping[str, Any], step: int, position: dict[str, Any] | None 
             objects[name] = encoder.encode(state, name)
         except RecursionError:
             raise SaveFailedError(f"{name} is nested too deeply or contains itself", hint="Track flat state.") from None
-    return Snapshot(step, objects, encoder.tensors, position or {})
+    return Encoded(objects, encoder.leaves)
+
+
+def stage(states: Mapping[str, Any], step: int, position: dict[str, Any] | None = None) -> Snapshot:
+    """Copies states into a snapshot.
+
+    Args:
+        states: Live state by object name, see :func:`state_of`.
+        step: Updates done.
+        position: See :class:`Snapshot`.
+
+    Raises:
+        SaveFailedError: Something in a state cannot be saved; the message names its path.
+    """
+    encoded = encode(states)
+    for leaf in encoded.leaves.values():
+        if leaf.whole is not None:
+            raise SaveFailedError(
+                f"{leaf.key} is a DTensor; sharded state cannot be copied into a snapshot",
+                hint="Track replicated modules (DistributedDataParallel), or gather the state into a plain dict.",
+            )
+    tensors = {
+        key: leaf.tensor.to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()
+        for key, leaf in encoded.leaves.items()
+    }
+    return Snapshot(step, encoded.objects, tensors, position or {})
 
 
 class _Encoder:
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.leaves: dict[str, Leaf] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str) -> Json:
@@ -178,7 +235,7 @@ class _Encoder:
             return self._mapping(value, path)
         if kind is bytes:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode()}
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        if (isinstance(value, np.generic) or kind in (np.ndarray, np.memmap)) and not value.dtype.hasobject:
             return self._array(value, path)
         return self._opaque(value, path)
 
@@ -192,35 +249,40 @@ class _Encoder:
         return {_MARK: "odict", "items": items, "metadata": extra}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
-        if hasattr(tensor, "device_mesh"):
-            raise SaveFailedError(
-                f"{path} is a DTensor; sharded state cannot be saved by this version",
-                hint="Track replicated modules (DistributedDataParallel), or gather the state into a plain dict.",
-            )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             return self._opaque(tensor, path)
-        tensor = tensor.detach()
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
-        key = self._seen.get(place) if tensor.numel() else None
+        whole: tuple[int, ...] | None = None
+        at: tuple[int, ...] | None = None
+        with torch.no_grad():
+            local = tensor.detach()
+            if is_sharded(local):
+                whole, at = tuple(local.shape), chunk_of(local).at
+                local = local.to_local()
+        memory = local.data_ptr() or local.untyped_storage()._cdata
+        place = (memory, tuple(local.shape), local.stride(), local.dtype, str(local.device), whole, at)
+        key = self._seen.get(place)
         if key is None:
-            key = self._unused(path)
-            self.tensors[key] = tensor.to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()
-            self._seen[place] = key
-        return {_MARK: "tensor", "key": key, "on": tensor.device.type}
+            key = self._seen[place] = self._unused(path)
+            self.leaves[key] = Leaf(key, local, local.device.type, whole, at)
+        return {_MARK: "tensor", "key": key, "on": local.device.type, "shape": list(tensor.shape)}
 
     def _unused(self, path: str) -> str:
         key, number = path, 1
-        while key in self.tensors:
+        while key in self.leaves:
             number += 1
             key = f"{path}~{number}"
         return key
 
     def _array(self, value: Any, path: str) -> Json:
-        data = np.array(value, copy=True, order="C")
+        data = np.ascontiguousarray(value)
+        if not data.flags.writeable or not data.itemsize:
+            data = np.array(data, copy=True)
+        flat = data.reshape(-1).view(np.uint8) if data.itemsize else np.empty(0, np.uint8)
         key = self._unused(path)
-        self.tensors[key] = torch.from_numpy(np.frombuffer(bytearray(data.tobytes()), dtype=np.uint8).copy())
+        self.leaves[key] = Leaf(key, torch.from_numpy(flat), "cpu")
+        described = self.encode(np.lib.format.dtype_to_descr(data.dtype), path)
         scalar = isinstance(value, np.generic)
-        return {_MARK: "array", "key": key, "dtype": data.dtype.str, "shape": list(data.shape), "scalar": scalar}
+        return {_MARK: "array", "key": key, "dtype": described, "shape": list(np.shape(value)), "scalar": scalar}
 
     def _opaque(self, value: Any, path: str) -> Json:
         buffer = io.BytesIO()
@@ -275,8 +337,8 @@ def _decode_marked(value: dict[str, Any], tensors: Callable[[str], torch.Tensor]
         case "bytes":
             return base64.b64decode(value["base64"])
         case "array":
-            data = np.frombuffer(tensors(value["key"]).numpy().tobytes(), dtype=np.dtype(value["dtype"]))
-            array = data.reshape(value["shape"]).copy()
+            dtype = np.lib.format.descr_to_dtype(decode(value["dtype"], tensors))
+            array = np.ndarray(value["shape"], dtype, tensors(value["key"]).numpy().tobytes()).copy()
             return array[()] if value["scalar"] else array
         case "torch":
             return torch.load(io.BytesIO(base64.b64decode(value["base64"])), weights_only=True)
