@@ -5,7 +5,7 @@ from typing import Protocol
 from overnight.trainer.checkpoint.writing.order import SaveOrder
 from overnight.trainer.checkpoint.writing.ticket import Arena, Ticket
 
-__all__ = ["Arena", "Ticket", "WriterAddress", "Writes"]
+__all__ = ["Arena", "Ticket", "Writes"]
 
 
 class Writes(Protocol):
