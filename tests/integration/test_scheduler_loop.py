@@ -208,6 +208,37 @@ async def test_pre_empts_and_gives_the_place_back(house: House) -> None:
     assert (trial.state, trial.preemptions, trial.retries_used) == (TrialState.QUEUED, 1, 0)
 
 
+@pytest.mark.parametrize("restart_at", ["yielding", "releasing"])
+async def test_what_a_victim_frees_is_its_pre_emptors_after_a_restart_too(house: House, restart_at: str) -> None:
+    victim = house.propose(1, priority=PriorityClass.EXPLORATORY, resume=Resume())
+    house.propose(2)  # never a victim: a gang cannot have both devices
+    await house.tick()
+    house.running(victim)
+    gang = house.propose(3, gpus=2, priority=PriorityClass.URGENT)
+    urgent = house.propose(4, priority=PriorityClass.URGENT)
+    await house.tick()
+    assert house.state(victim) is TrialState.YIELDING
+    attempt_id = house.attempt_id(victim)
+
+    def end() -> None:
+        house.spool(victim, ("exit", {"exit_codes": [75], "left": "yield", "saved": True}), first=2)
+        house.write(lambda conn: conclude(conn, attempt_id=attempt_id, now=house.clock.now()))
+
+    if restart_at == "releasing":
+        end()
+    house.loop.close()
+    house.loop = SchedulerLoop(house.store, house.published.append, house.clock, Settings(home=house.home.root))
+    await house.tick()
+    assert house.loop.explain(house.trial(urgent)).waits_for == (house.trial(victim).name,)
+    if restart_at == "yielding":
+        end()
+    house.ended(victim)
+    await house.tick()
+    assert house.state(urgent) is TrialState.STARTING, "the gang is before it, and would hold the device for later"
+    assert house.state(gang) is TrialState.QUEUED
+    assert house.loop._state.bindings == {}
+
+
 async def test_a_trial_that_says_nothing_about_resuming_is_no_victim(house: House) -> None:
     for x in range(2):
         house.propose(x, priority=PriorityClass.EXPLORATORY)

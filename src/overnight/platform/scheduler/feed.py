@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from overnight.core.enums import CLASS_ORDER, LeaseState, Outcome, TrialState
+from overnight.core.enums import CLASS_ORDER, DirectiveAction, LeaseState, Outcome, TrialState
 from overnight.core.models.api import Device
 from overnight.platform.scheduler.core import State
 from overnight.platform.scheduler.events import (
@@ -30,7 +30,7 @@ from overnight.platform.scheduler.events import (
     TrialYielding,
     Waiting,
 )
-from overnight.store import attempts, devices, trials
+from overnight.store import attempts, devices, events, trials
 from overnight.store.attempts import LiveAttempt
 from overnight.store.trials import SchedTrial
 
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
 MAX_BACKOFF_SECONDS = 600.0
 """A stored time of a clock that jumped must not keep a trial back for years."""
+
+BIND_MARGIN_SECONDS = 60.0
+"""How much longer than the grace freed devices are kept for a pre-emptor."""
+
+_PREEMPTED_BY = "pre-empted by "
+"""How the cause of a pre-emption begins; the pre-emptor's name follows."""
 
 _FAULTS = frozenset({Outcome.INFRA_FAULT, Outcome.VANISHED})
 
@@ -123,6 +129,25 @@ def trial_events(
             yield TrialGone(trial.id)
         if (attempt_id := current.get(trial.id)) is not None:
             yield from _running_events(state, attempt_id, trial, times)
+    if trial_ids is None:
+        yield from _binding_events(conn, state, facts, times)
+
+
+def _binding_events(conn: "Connection", state: State, facts: Facts, times: Times) -> Iterator[Event]:
+    """For whom victims yield, which a state that was built anew does not know. The time to start begins again."""
+    waiting = {trial.name: trial.id for trial in facts.trials.values() if trial.id in state.line.trials}
+    for attempt in facts.attempts.values():
+        live, directive = state.live.get(attempt.id), attempt.directive
+        if live is None or live.for_trial_id is not None or directive.action is not DirectiveAction.YIELD:
+            continue
+        cause = events.last_cause(
+            conn, trial_id=attempt.trial_id, attempt_id=attempt.id, after=TrialState.YIELDING.value
+        )
+        if cause is not None and cause.startswith(_PREEMPTED_BY):
+            for_trial_id = waiting.get(cause.removeprefix(_PREEMPTED_BY))
+            if for_trial_id is not None:
+                until = times.monotonic + directive.grace_seconds + BIND_MARGIN_SECONDS
+                yield TrialYielding(attempt.id, for_trial_id, until)
 
 
 def _started(attempt: LiveAttempt, trial: SchedTrial | None, times: Times) -> TrialStarted:
