@@ -24,15 +24,15 @@ from overnight.core.errors import (
 from overnight.trainer.checkpoint import writer as writer_module
 from overnight.trainer.checkpoint.fence import claim, next_attempt
 from overnight.trainer.checkpoint.manifest import MANIFEST, verify
-from overnight.trainer.checkpoint.place import CheckpointName, Place, Token
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
 from overnight.trainer.checkpoint.reader import Restored, inspect, lineage, newest_good
-from overnight.trainer.checkpoint.retention import prune
+from overnight.trainer.checkpoint.retention import Retention, prune
 from overnight.trainer.checkpoint.state import stage
 from overnight.trainer.checkpoint.writer import Author, Writer
 
 
 def save(
-    place: Place,
+    place: LocalPlace,
     step: int,
     token: Token = Token(1),
     parent: CheckpointName | None = None,
@@ -53,12 +53,12 @@ def save(
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path / "checkpoints")
+def place(tmp_path: Path) -> LocalPlace:
+    return LocalPlace(tmp_path / "checkpoints")
 
 
 @pytest.fixture
-def two(place: Place) -> Place:
+def two(place: LocalPlace) -> LocalPlace:
     """A place with steps 10 and 20 of token 1.1."""
     claim(place, Token(1), None)
     save(place, 10)
@@ -66,7 +66,7 @@ def two(place: Place) -> Place:
     return place
 
 
-def content(place: Place, name: CheckpointName) -> Any:
+def content(place: LocalPlace, name: CheckpointName) -> Any:
     return Restored(place.path(name), verify(place.path(name)), 0).state("it")
 
 
@@ -81,7 +81,7 @@ def files_of_a_checkpoint() -> list[str]:
     return ["__0_0.distcp", ".metadata", "state-0.json", "rank-0.json", MANIFEST]
 
 
-def test_a_checkpoint_consists_of_what_this_file_tests(two: Place) -> None:
+def test_a_checkpoint_consists_of_what_this_file_tests(two: LocalPlace) -> None:
     assert sorted(p.name for p in (two.root / "step-20.attempt-1.1").iterdir()) == sorted(files_of_a_checkpoint())
 
 
@@ -102,7 +102,7 @@ def damage_empty(path: Path) -> None:
 @pytest.mark.parametrize("damage", [damage_flip, damage_truncate, damage_empty, Path.unlink])
 @pytest.mark.parametrize("file", files_of_a_checkpoint())
 def test_damage_to_any_file_is_named_and_the_one_before_is_used(
-    two: Place, file: str, damage: Callable[[Path], None]
+    two: LocalPlace, file: str, damage: Callable[[Path], None]
 ) -> None:
     """C3."""
     damage(two.root / "step-20.attempt-1.1" / file)
@@ -111,7 +111,7 @@ def test_damage_to_any_file_is_named_and_the_one_before_is_used(
     assert len(said) == 1 and "step-20.attempt-1.1" in said[0] and file in said[0]
 
 
-def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: Place) -> None:
+def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: LocalPlace) -> None:
     path = two.root / "step-20.attempt-1.1" / MANIFEST
     whole = path.read_bytes()
     for position in range(0, len(whole), 7):
@@ -127,12 +127,12 @@ def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: Place) -> None:
                 verify(path.parent)
 
 
-def test_a_renamed_checkpoint_is_not_believed(two: Place) -> None:
+def test_a_renamed_checkpoint_is_not_believed(two: LocalPlace) -> None:
     (two.root / "step-20.attempt-1.1").rename(two.root / "step-30.attempt-1.1")
     assert step_of(newest_good(two, lambda _: None)) == 10
 
 
-def test_nothing_usable_is_loud_and_lists_the_reasons(two: Place) -> None:
+def test_nothing_usable_is_loud_and_lists_the_reasons(two: LocalPlace) -> None:
     """C4."""
     for name in two.checkpoints():
         damage_flip(two.path(name) / "__0_0.distcp")
@@ -140,7 +140,7 @@ def test_nothing_usable_is_loud_and_lists_the_reasons(two: Place) -> None:
         newest_good(two, lambda _: None)
 
 
-def test_foreign_files_are_loud(place: Place) -> None:
+def test_foreign_files_are_loud(place: LocalPlace) -> None:
     """C4."""
     place.root.mkdir()
     (place.root / "model.pt").write_bytes(b"weights")
@@ -148,7 +148,7 @@ def test_foreign_files_are_loud(place: Place) -> None:
         newest_good(place)
 
 
-def test_a_kill_in_the_first_save_is_a_fresh_start(place: Place) -> None:
+def test_a_kill_in_the_first_save_is_a_fresh_start(place: LocalPlace) -> None:
     claim(place, Token(1), None)
     (place.partial(CheckpointName(5, Token(1)))).mkdir()
     assert newest_good(place) is None
@@ -176,7 +176,7 @@ class Disk:
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_full_disk_publishes_nothing_and_leaves_the_rest_usable(
-    two: Place, monkeypatch: pytest.MonkeyPatch, error: int, after: int
+    two: LocalPlace, monkeypatch: pytest.MonkeyPatch, error: int, after: int
 ) -> None:
     """C1."""
     Disk(monkeypatch, error, after)
@@ -194,7 +194,7 @@ def test_a_disk_that_fills_up_for_real(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full here")
-    place = Place(tmp_path)
+    place = LocalPlace(tmp_path)
     claim(place, Token(1), None)
     save(place, 10)
     folder = place.partial(CheckpointName(20, Token(1)))
@@ -205,7 +205,7 @@ def test_a_disk_that_fills_up_for_real(tmp_path: Path) -> None:
     assert step_of(newest_good(place)) == 10
 
 
-def test_a_higher_fence_refuses_before_and_during_a_save(two: Place) -> None:
+def test_a_higher_fence_refuses_before_and_during_a_save(two: LocalPlace) -> None:
     parent = two.checkpoints()[-1]
     with pytest.raises(FencedError, match="attempt 2, generation 1 owns"):
         save(two, 30, before_publish=lambda: claim(two, Token(2), parent) and None)
@@ -220,7 +220,7 @@ def test_a_higher_fence_refuses_before_and_during_a_save(two: Place) -> None:
     assert step_of(newest_good(two)) == 25
 
 
-def test_racing_claims_of_one_token_have_one_winner(place: Place) -> None:
+def test_racing_claims_of_one_token_have_one_winner(place: LocalPlace) -> None:
     results: list[str] = []
     barrier = threading.Barrier(8)
 
@@ -240,11 +240,11 @@ def test_racing_claims_of_one_token_have_one_winner(place: Place) -> None:
     assert sorted(results) == ["lost"] * 7 + ["won"]
 
 
-def names(place: Place) -> list[str]:
+def names(place: LocalPlace) -> list[str]:
     return [str(name) for name in lineage(place)]
 
 
-def test_a_commit_hides_what_its_parent_did_beyond_the_fork(two: Place) -> None:
+def test_a_commit_hides_what_its_parent_did_beyond_the_fork(two: LocalPlace) -> None:
     ten = two.checkpoints()[0]
     claim(two, Token(2), ten)
     assert names(two) == ["step-20.attempt-1.1", "step-10.attempt-1.1"], "nothing committed: the parent still counts"
@@ -255,7 +255,7 @@ def test_a_commit_hides_what_its_parent_did_beyond_the_fork(two: Place) -> None:
     assert next_attempt(two) == 3
 
 
-def test_a_fresh_start_hides_everything_before_it(two: Place) -> None:
+def test_a_fresh_start_hides_everything_before_it(two: LocalPlace) -> None:
     claim(two, Token(2), None, fresh=True)
     assert names(two) == []
     assert newest_good(two) is None
@@ -263,7 +263,7 @@ def test_a_fresh_start_hides_everything_before_it(two: Place) -> None:
     assert names(two) == ["step-3.attempt-2.1"]
 
 
-def test_a_damaged_fence_costs_the_fork_point_not_the_checkpoints(two: Place) -> None:
+def test_a_damaged_fence_costs_the_fork_point_not_the_checkpoints(two: LocalPlace) -> None:
     claim(two, Token(2), two.checkpoints()[0])
     save(two, 12, Token(2))
     two.fence_path(Token(2)).write_text("{torn")
@@ -278,7 +278,7 @@ def test_whatever_was_started_and_saved_the_newest_lineage_wins(
     tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[int, int, bool]]
 ) -> None:
     """A model: each start forks from what the reader gives and saves some steps; the last of them must come back."""
-    place = Place(tmp_path_factory.mktemp("place"))
+    place = LocalPlace(tmp_path_factory.mktemp("place"))
     expected: tuple[int, int] | None = None
     for number, (saves, gap, stale) in enumerate(starts, 1):
         best = next(lineage(place), None)
@@ -295,22 +295,22 @@ def test_whatever_was_started_and_saved_the_newest_lineage_wins(
             expected = (number, step)
 
 
-def test_retention_keeps_the_newest_of_its_own_token_only(two: Place) -> None:
+def test_retention_keeps_the_newest_of_its_own_token_only(two: LocalPlace) -> None:
     parent = two.checkpoints()[-1]
     claim(two, Token(2), parent)
     (two.partial(CheckpointName(15, Token(2)))).mkdir()
     (two.partial(CheckpointName(15, Token(1)))).mkdir()
     for step in (30, 40, 50):
         newest = save(two, step, Token(2), parent)
-        prune(two, newest, keep=2)
+        prune(two, newest, Retention(keep=2))
     assert names(two) == ["step-50.attempt-2.1", "step-40.attempt-2.1", "step-20.attempt-1.1", "step-10.attempt-1.1"]
     left = [entry for entry in two.entries() if entry.endswith(".partial") or entry.startswith(".")]
     assert left == ["step-15.attempt-1.1.partial"]
-    prune(two, newest, keep=0)
+    prune(two, newest, Retention(keep=1))
     assert names(two)[0] == "step-50.attempt-2.1", "the last good one stays whatever is asked"
 
 
-def gang(place: Place, step: int, states: list[Any], **kwargs: Any) -> list[Exception | None]:
+def gang(place: LocalPlace, step: int, states: list[Any], **kwargs: Any) -> list[Exception | None]:
     """Saves with one thread per rank, which share nothing but the folder; returns each rank's error."""
     errors: list[Exception | None] = [None] * len(states)
 
@@ -331,7 +331,7 @@ def gang(place: Place, step: int, states: list[Any], **kwargs: Any) -> list[Exce
     return errors
 
 
-def test_ranks_store_once_what_is_equal_and_each_what_is_not(place: Place) -> None:
+def test_ranks_store_once_what_is_equal_and_each_what_is_not(place: LocalPlace) -> None:
     claim(place, Token(1), None)
     states = [{"same": torch.ones(50), "own": torch.full((3,), float(rank)), "n": rank} for rank in range(3)]
     assert gang(place, 5, states) == [None] * 3
@@ -348,13 +348,13 @@ def test_ranks_store_once_what_is_equal_and_each_what_is_not(place: Place) -> No
     assert [key for key in stored if "same" in key] == ["it.same"]
 
 
-def test_more_ranks_than_tensors(place: Place) -> None:
+def test_more_ranks_than_tensors(place: LocalPlace) -> None:
     claim(place, Token(1), None)
     assert gang(place, 5, [{"n": 1}] * 5) == [None] * 5
     assert step_of(newest_good(place)) == 5
 
 
-def test_a_rank_that_fails_is_seen_by_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_is_seen_by_all(place: LocalPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     """C8."""
     claim(place, Token(1), None)
     real = writer_module.write_tensors
@@ -370,7 +370,7 @@ def test_a_rank_that_fails_is_seen_by_all(place: Place, monkeypatch: pytest.Monk
     assert newest_good(place) is None
 
 
-def test_a_rank_that_is_gone_costs_a_time_out_not_a_hang(place: Place) -> None:
+def test_a_rank_that_is_gone_costs_a_time_out_not_a_hang(place: LocalPlace) -> None:
     """C8."""
     claim(place, Token(1), None)
     errors = gang(place, 5, [{"n": 1}, RuntimeError("killed"), {"n": 1}], timeout_seconds=0.3)
@@ -379,7 +379,7 @@ def test_a_rank_that_is_gone_costs_a_time_out_not_a_hang(place: Place) -> None:
     assert newest_good(place) is None
 
 
-def test_inspect_tells_what_is_wrong(two: Place) -> None:
+def test_inspect_tells_what_is_wrong(two: LocalPlace) -> None:
     facts = inspect(two.root)
     assert (facts["step"], facts["good"], facts["world_size"], facts["parent"]) == (20, True, 1, None)
     assert facts["tensors"]["it.w"] == "float32[8]"
@@ -388,8 +388,8 @@ def test_inspect_tells_what_is_wrong(two: Place) -> None:
     assert facts["good"] is False and "__0_0.distcp" in facts["problem"]
 
 
-def test_content_survives_its_copy_elsewhere(two: Place, tmp_path: Path) -> None:
-    moved = Place(tmp_path / "moved")
+def test_content_survives_its_copy_elsewhere(two: LocalPlace, tmp_path: Path) -> None:
+    moved = LocalPlace(tmp_path / "moved")
     shutil.copytree(two.root, moved.root)
     shutil.rmtree(two.root)
     found = newest_good(moved)

@@ -481,7 +481,7 @@ class Run:
         if manifest is not None:
             self._ledger.count("saves")
             self._ledger.count("bytes_staged", manifest.num_bytes)
-            uri = str(self._origin.place.path(manifest.name))
+            uri = f"{self._origin.place}/{manifest.name}"
             self._link.send("/v1/checkpoint", {"step": self._cursor.step, "uri": uri, "bytes": manifest.num_bytes})
 
     def _leave(self, leave: Leave, *, save: bool) -> None:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from overnight.core.canonical import digest
 from overnight.core.errors import OvernightError, from_dict
 from overnight.trainer.checkpoint.fence import claim, next_attempt
-from overnight.trainer.checkpoint.manifest import Manifest, versions
+from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
-from overnight.trainer.checkpoint.reader import Restored, complain, newest_good
+from overnight.trainer.checkpoint.reader import Restored, complain, local_folder, newest_good
 from overnight.trainer.checkpoint.saver import Saver
-from overnight.trainer.checkpoint.writer import Author
+from overnight.trainer.checkpoint.versions import versions
+from overnight.trainer.checkpoint.writing.order import Author
 from overnight.trainer.data.record import SampleRecord
 from overnight.trainer.environment import ALONE_ROOT, Environment, read_environment, script_name
 from overnight.trainer.params import Params, from_json, parse_flags, refuse_typos, resolve, usage
@@ -157,7 +158,7 @@ def claim_origin(inputs: Inputs, group: dist.ProcessGroup | None) -> Origin:
     restored = None
     if parent is not None:
         manifest = Manifest.from_bytes(decision["manifest"])
-        restored = Restored(place.path(parent), manifest, environment.rank)
+        restored = Restored(local_folder(place, parent), manifest, environment.rank)
         if environment.rank == 0:
             _tell_resumed(place, manifest, environment.world_size)
     return Origin(environment, place, Token(decision["attempt"], environment.generation), parent, restored)
@@ -211,7 +212,7 @@ def open_record(origin: Origin) -> SampleRecord:
 
 
 def _tell_resumed(place: Place, manifest: Manifest, world_size: int) -> None:
-    complain(f"resumed at step {manifest.step} from {place.path(manifest.name)}")
+    complain(f"resumed at step {manifest.step} from {place}/{manifest.name}")
     if manifest.world_size != world_size:
         complain(
             f"it was saved by {manifest.world_size} rank(s), this run has {world_size}: "

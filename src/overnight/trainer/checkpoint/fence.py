@@ -5,12 +5,10 @@ refused when it wants to publish. The fence names the checkpoint from which the 
 """
 
 import json
-import os
-import secrets
 from dataclasses import dataclass
 
 from overnight.core.errors import FencedError
-from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, sync_directory
+from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, fence_name
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ def claim(place: Place, token: Token, parent: CheckpointName | None, *, fresh: b
         FencedError: The token was used before, or a higher one owns the place.
     """
     refuse_stale(place, token)
-    place.root.mkdir(parents=True, exist_ok=True)
     body = {
         "attempt": token.attempt,
         "generation": token.generation,
@@ -45,19 +42,11 @@ def claim(place: Place, token: Token, parent: CheckpointName | None, *, fresh: b
         "parent": str(parent) if parent else None,
         "fresh": fresh,
     }
-    path = place.fence_path(token)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    temporary.write_text(json.dumps(body))
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
+    if not place.create(fence_name(token), json.dumps(body).encode()):
         raise FencedError(
             f"attempt {token.attempt}, generation {token.generation} has already been started in {place}",
             hint="Each start needs a token of its own; two processes of one attempt would overwrite each other.",
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(place.root)
+        )
     return Fence(token, parent, fresh)
 
 
@@ -89,7 +78,7 @@ def read_fences(place: Place) -> dict[Token, Fence]:
 
 def _read(place: Place, token: Token) -> Fence:
     try:
-        body = json.loads(place.fence_path(token).read_bytes())
+        body = json.loads(place.read(fence_name(token)))
         parent = CheckpointName.parse(body["parent"]) if body["parent"] is not None else None
         if body["parent"] is not None and parent is None:
             return Fence(token, readable=False)

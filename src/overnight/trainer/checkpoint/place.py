@@ -1,23 +1,27 @@
-"""A checkpoint place: a folder with fences and committed checkpoints, and the names that they carry.
+"""A checkpoint place: fences, committed checkpoints and bases, and the names that they carry.
 
-A checkpoint is prepared in ``<name>.partial`` and published by one rename, so that ``step-N.attempt-K.G`` either is a
-whole checkpoint or has been damaged since.
+A place is a local (or mounted) folder or anything that fsspec reaches. Locally a checkpoint is prepared in
+``<name>.partial`` and published by one rename, so that ``step-N.attempt-K.G`` either is a whole checkpoint or has been
+damaged since. Object stores cannot rename: there the manifest, written last, publishes.
 """
 
+import contextlib
 import os
 import re
 import secrets
+import shutil
 import urllib.parse
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import total_ordering
 from pathlib import Path
 
-from overnight.core.errors import BadInputError
-
 PARTIAL = ".partial"
+BASE_PREFIX = "base-"
 _CHECKPOINT = re.compile(r"step-(\d+)\.attempt-(\d+)\.(\d+)(?:\.again-(\d+))?")
-_FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json")
+_FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json(?:\.claim-[0-9a-f]+)?")
+_BASE = re.compile(r"base-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, order=True)
@@ -56,8 +60,76 @@ class CheckpointName:
         return (self.token, self.step, self.save) < (other.token, other.step, other.save)
 
 
-class Place:
-    """A checkpoint place in a local (or shared) folder.
+class Place(ABC):
+    """A checkpoint place.
+
+    Paths are relative to the place, with ``/`` between their parts; a missing file is a ``FileNotFoundError``, anything
+    else that goes wrong another ``OSError``.
+    """
+
+    @abstractmethod
+    def entries(self, folder: str = "") -> list[str]:
+        """Names of everything in a folder, sorted; empty if it does not exist."""
+
+    @abstractmethod
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the files directly in a folder, by name; empty if it does not exist."""
+
+    @abstractmethod
+    def read(self, path: str) -> bytes:
+        """A whole file."""
+
+    @abstractmethod
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """A part of a file; shorter at its end."""
+
+    @abstractmethod
+    def write(self, path: str, data: bytes) -> None:
+        """Writes a file, durably: readers see all of it or none. Makes folders that are missing."""
+
+    @abstractmethod
+    def create(self, path: str, data: bytes) -> bool:
+        """As :meth:`write`, unless the file exists; of several callers at most one gets True."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Deletes a file or folder if it exists; readers never meet half a checkpoint."""
+
+    @abstractmethod
+    def checkpoints(self) -> list[CheckpointName]:
+        """Published checkpoints, whatever their condition, oldest token first."""
+
+    def tokens(self) -> list[Token]:
+        """Tokens that have claimed the place, oldest first."""
+        matches = (_FENCE.fullmatch(entry) for entry in self.entries())
+        return sorted({Token(int(m[1]), int(m[2])) for m in matches if m})
+
+    def bases(self) -> list[str]:
+        """Names of the published folders with frozen tensors."""
+        return [entry for entry in self.entries() if _BASE.fullmatch(entry)]
+
+    def foreign(self) -> list[str]:
+        """Names that are neither fence, checkpoint, base, nor something being prepared."""
+        return [entry for entry in self.entries() if not _is_ours(entry)]
+
+
+def _is_ours(entry: str) -> bool:
+    stem, _, _ = entry.partition(PARTIAL)
+    return entry.startswith(".") or any(pattern.fullmatch(stem) for pattern in (_FENCE, _CHECKPOINT, _BASE))
+
+
+def fence_name(token: Token) -> str:
+    """File name of a token's fence."""
+    return f"fence-{token}.json"
+
+
+def partial_name(name: CheckpointName) -> str:
+    """Folder in which a checkpoint is prepared, or in which its ranks meet."""
+    return f"{name}{PARTIAL}"
+
+
+class LocalPlace(Place):
+    """A checkpoint place in a local or mounted folder.
 
     Args:
         root: The folder; it is made when something is written.
@@ -72,57 +144,92 @@ class Place:
 
     def partial(self, name: CheckpointName) -> Path:
         """Folder in which a checkpoint is prepared."""
-        return self.root / f"{name}{PARTIAL}"
+        return self.root / partial_name(name)
 
     def fence_path(self, token: Token) -> Path:
         """File of a token's fence."""
-        return self.root / f"fence-{token}.json"
+        return self.root / fence_name(token)
 
-    def entries(self) -> list[str]:
-        """Names of everything in the place, sorted; empty if it does not exist."""
+    def entries(self, folder: str = "") -> list[str]:
         try:
-            return sorted(entry.name for entry in os.scandir(self.root))
+            return sorted(entry.name for entry in os.scandir(self.root / folder))
         except FileNotFoundError:
             return []
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        try:
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()}
+        except FileNotFoundError:
+            return {}
+
+    def read(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        with (self.root / path).open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def write(self, path: str, data: bytes) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, data)
+        sync_directory(target.parent)
+
+    def create(self, path: str, data: bytes) -> bool:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        try:
+            temporary.write_bytes(data)
+            sync_file(temporary)
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(target.parent)
+        return True
+
+    def remove(self, path: str) -> None:
+        target = self.root / path
+        if not target.is_dir():
+            target.unlink(missing_ok=True)
+            return
+        trash = target.with_name(f".trash-{target.name}-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+            target.rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+
     def checkpoints(self) -> list[CheckpointName]:
-        """Published checkpoints, whatever their condition, oldest token first."""
         return sorted(name for entry in self.entries() if (name := CheckpointName.parse(entry)))
-
-    def tokens(self) -> list[Token]:
-        """Tokens with a fence, oldest first."""
-        matches = (_FENCE.fullmatch(entry) for entry in self.entries())
-        return sorted(Token(int(m[1]), int(m[2])) for m in matches if m)
-
-    def foreign(self) -> list[str]:
-        """Names that are neither fence, checkpoint, nor a checkpoint being prepared."""
-        return [entry for entry in self.entries() if not self._ours(entry)]
-
-    @staticmethod
-    def _ours(entry: str) -> bool:
-        stem = entry.removesuffix(PARTIAL)
-        return entry.startswith(".") or bool(_FENCE.fullmatch(entry) or _CHECKPOINT.fullmatch(stem))
 
     def __str__(self) -> str:
         return str(self.root)
 
 
 def open_place(url: str | Path) -> Place:
-    """The place at a path or ``file://`` URL.
+    """The place at a path, a ``file://`` URL, or any other URL that fsspec knows.
 
     Raises:
-        BadInputError: A URL of another scheme; this version writes checkpoints to mounted file systems only.
+        BadInputError: No such protocol, or a URL that its driver refuses.
+        SetupError: The protocol's driver is not installed; the hint names the pip line.
     """
     text = str(url)
     scheme, separator, _ = text.partition("://")
     if not separator:
-        return Place(Path(text).expanduser().absolute())
+        return LocalPlace(Path(text).expanduser().absolute())
     if scheme == "file":
-        return Place(Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path)))
-    raise BadInputError(
-        f"checkpoints cannot be written to {text}: no support for {scheme}:// in this version",
-        hint="Use a path on a local or mounted file system.",
-    )
+        return LocalPlace(Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path)))
+    from overnight.trainer.checkpoint.remote import open_remote  # fsspec is slow to import
+
+    return open_remote(text)
+
+
+def sync_file(path: Path) -> None:
+    """Makes a file's bytes durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from overnight.core.errors import CorruptCheckpointError, NotFoundError, NoUsableCheckpointError
+from overnight.core.errors import BadInputError, CorruptCheckpointError, NotFoundError, NoUsableCheckpointError
 from overnight.trainer.checkpoint.fence import Fence, read_fences
 from overnight.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place, Token, open_place
 from overnight.trainer.checkpoint.state import decode
 from overnight.trainer.checkpoint.writer import private_key
 
@@ -73,7 +73,7 @@ def newest_good(
     reasons: list[str] = []
     for name in lineage(place):
         try:
-            return name, verify(place.path(name))
+            return name, verify(local_folder(place, name))
         except CorruptCheckpointError as error:
             reasons.append(f"{name}: {error.message}")
             complaints(f"passed over {name}: {error.message}")
@@ -88,6 +88,17 @@ def newest_good(
             hint="Use an empty folder as checkpoint place.",
         )
     return None
+
+
+def local_folder(place: Place, name: CheckpointName) -> Path:
+    """Folder of a checkpoint in a local place.
+
+    Raises:
+        BadInputError: The place is remote.
+    """
+    if not isinstance(place, LocalPlace):
+        raise BadInputError(f"{place} is not a local folder", hint="Copy the checkpoint to a local folder first.")
+    return place.path(name)
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
@@ -105,7 +116,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     """
     folder = Path(path).expanduser().absolute()
     if CheckpointName.parse(folder.name) is None and not (folder / MANIFEST).exists():
-        found = newest_good(Place(folder))
+        found = newest_good(LocalPlace(folder))
         if found is None:
             raise NotFoundError(f"{folder} holds no checkpoint", hint="Give a step-… folder or the folder around it.")
         folder = folder / str(found[0])
@@ -187,7 +198,7 @@ class Restored:
         encoded = self._state["objects"][name]
         stored = {key: self._stored_key(key) for key in _tensor_keys(encoded)}
         tensors = read_tensors(self._folder, list(stored.values()))
-        return decode(encoded, lambda key: tensors[stored[key]], device)
+        return decode(encoded, lambda key, chunk=None: tensors[stored[key]], device)
 
     def _stored_key(self, key: str) -> str:
         return private_key(self._rank, key) if key in self._state["private"] else key

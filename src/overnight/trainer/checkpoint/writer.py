@@ -12,7 +12,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,17 @@ import torch
 
 from overnight.core.errors import CheckpointError, FencedError, OvernightError, SaveFailedError, from_dict
 from overnight.trainer.checkpoint.fence import refuse_stale
-from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, describe_file, now_text, versions
-from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, sync_directory, write_atomic
+from overnight.trainer.checkpoint.index import private_key
+from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, describe, now_text
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place, sync_directory, write_atomic
 from overnight.trainer.checkpoint.state import Snapshot
+from overnight.trainer.checkpoint.versions import versions
+from overnight.trainer.checkpoint.writing.order import Author
 
 POLL_SECONDS = 0.002
 METADATA = ".metadata"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Author:
-    """Who writes.
-
-    Attributes:
-        token: The fencing token.
-        parent: The checkpoint from which the token forked.
-        rank, world_size: Of this process.
-        seed: The trial's seed.
-        timeout_seconds: How long ranks wait for each other.
-    """
-
-    token: Token
-    parent: CheckpointName | None
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
-    timeout_seconds: float = 300.0
+__all__ = ["Author", "Writer", "private_key", "write_metadata", "write_tensors"]
 
 
 class Writer:
@@ -58,6 +43,7 @@ class Writer:
     """
 
     def __init__(self, place: Place, author: Author, before_publish: Callable[[], None] = lambda: None) -> None:
+        assert isinstance(place, LocalPlace)
         self._place = place
         self._author = author
         self._before_publish = before_publish
@@ -116,7 +102,7 @@ class Writer:
         mine = [folder / f"state-{rank}.json", *sorted(folder.glob(f"__{rank}_*.distcp"))]
         if rank > 0:
             write_atomic(folder / f"plan-{rank}.pickle", pickle.dumps(plan_and_results))
-        body = {"rank": rank, "files": {path.name: vars(describe_file(path)) for path in mine}}
+        body = {"rank": rank, "files": {path.name: describe(path.read_bytes()).to_json() for path in mine}}
         write_atomic(folder / f"rank-{rank}.json", json.dumps(body).encode())
         return plan_and_results
 
@@ -136,11 +122,11 @@ class Writer:
     ) -> Manifest:
         author = self._author
         bodies = self._gather(folder, "rank")
-        files = {file: FileEntry(**entry) for body in bodies for file, entry in body["files"].items()}
+        files = {file: FileEntry.from_json(entry) for body in bodies for file, entry in body["files"].items()}
         plans = [folder / f"plan-{rank}.pickle" for rank in range(1, author.world_size)]
         write_metadata(folder, [own_plan, *(pickle.loads(path.read_bytes()) for path in plans)])
         for path in (folder / METADATA, *(folder / f"rank-{r}.json" for r in range(author.world_size))):
-            files[path.name] = describe_file(path)
+            files[path.name] = describe(path.read_bytes())
         for path in (*plans, *folder.glob("digests-*.json")):  # they have served
             path.unlink()
         manifest = Manifest(
@@ -190,11 +176,6 @@ def _error_of(abort: Path) -> OvernightError:
         return from_dict(json.loads(abort.read_bytes()))
     except (OSError, ValueError):
         return SaveFailedError(f"another rank gave up ({abort.name})")
-
-
-def private_key(rank: int, key: str) -> str:
-    """DCP key of a tensor that belongs to one rank alone."""
-    return f"rank-{rank}/{key}"
 
 
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> tuple[Any, Any]:

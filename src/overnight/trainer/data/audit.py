@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from overnight.trainer.checkpoint.place import CheckpointName, Place
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, fence_name
 from overnight.trainer.data.entries import Declaration, Entry, RankRecord, Token, read_attempts
 
 
@@ -86,10 +86,10 @@ class Fork:
 def read_forks(checkpoints: Path) -> dict[Token, Fork]:
     """The fork point of every token that claimed a checkpoint place. Unreadable fences are left out."""
     forks: dict[Token, Fork] = {}
-    place = Place(checkpoints)
+    place = LocalPlace(checkpoints)
     for token in place.tokens():
         try:
-            body = json.loads(place.fence_path(token).read_bytes())
+            body = json.loads(place.read(fence_name(token)))
             parent = CheckpointName.parse(str(body.get("parent")))
             step = parent.step if parent else int(body["step"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

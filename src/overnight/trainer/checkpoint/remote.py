@@ -1,0 +1,146 @@
+"""Checkpoint places that fsspec reaches: object stores, SFTP, WebDAV and the like.
+
+Nothing is assumed of a store but that a written object is whole, and that reads and lists see it from then on. So
+a checkpoint is published by its manifest, written last, and a fence is claimed by a file of a unique name before it is
+written: who sees another claim withdraws.
+"""
+
+import contextlib
+import secrets
+from typing import Any, cast
+
+from overnight.core.errors import BadInputError, SetupError
+from overnight.trainer.checkpoint.place import CheckpointName, Place
+
+MANIFEST_NAME = "manifest.json"
+_EXTRAS = {"s3": "overnight[s3]", "s3a": "overnight[s3]"}
+
+
+class RemotePlace(Place):
+    """A checkpoint place in a store.
+
+    Args:
+        url: As the user gave it, for messages.
+        files: An fsspec file system.
+        root: Path of the place in it.
+    """
+
+    def __init__(self, url: str, files: Any, root: str) -> None:
+        self.url = url.rstrip("/")
+        self.files = files
+        self._root = root.rstrip("/")
+
+    def full(self, path: str) -> str:
+        """The path as the file system wants it; ``..`` is resolved here, stores do not."""
+        parts: list[str] = []
+        for part in path.split("/"):
+            if part == "..":
+                parts.pop()
+            elif part:
+                parts.append(part)
+        return "/".join([self._root, *parts])
+
+    def entries(self, folder: str = "") -> list[str]:
+        return sorted(name for name, _ in self._list(folder))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return {name: int(info["size"]) for name, info in self._list(folder) if info["type"] == "file"}
+
+    def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        path = self.full(folder)
+        self.files.invalidate_cache()
+        try:
+            found = self.files.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            return []
+        named = [(str(info["name"]).rstrip("/"), info) for info in found]
+        inside = [(name.rpartition("/")[2], info) for name, info in named if name.strip("/") != path.strip("/")]
+        return [(name, info) for name, info in inside if name]
+
+    def read(self, path: str) -> bytes:
+        return cast(bytes, self.files.cat_file(self.full(path)))
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        return cast(bytes, self.files.cat_file(self.full(path), start=offset, end=offset + length))
+
+    def write(self, path: str, data: bytes) -> None:
+        self.make_folder(path)
+        self.files.pipe_file(self.full(path), data)
+
+    def make_folder(self, path: str) -> None:
+        """Makes the folder around a file, where the store has folders."""
+        parent = self.full(path).rpartition("/")[0]
+        if parent.count("/") > self._root.count("/") or "/" in self._root.strip("/"):
+            with contextlib.suppress(FileExistsError, PermissionError):  # an object store may refuse: it has no folders
+                self.files.makedirs(parent, exist_ok=True)
+
+    def create(self, path: str, data: bytes) -> bool:
+        claim = f"{path}.claim-{secrets.token_hex(8)}"
+        self.write(claim, b"")
+        folder, _, name = path.rpartition("/")
+        mine = claim.rpartition("/")[2]
+        rivals = [e for e in self.entries(folder) if e == name or (e.startswith(f"{name}.claim-") and e != mine)]
+        try:
+            if rivals:
+                return False
+            self._create_exclusively(self.full(path), data)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            self.remove(claim)
+
+    def _create_exclusively(self, path: str, data: bytes) -> None:
+        """Lets the store guard the name as well, where it can."""
+        try:
+            self.files.pipe_file(path, data, mode="create")
+        except (NotImplementedError, TypeError, ValueError):
+            self.files.pipe_file(path, data)
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the manifest first: without it the folder is no checkpoint
+            if CheckpointName.parse(path) is not None:
+                self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}"))
+        with contextlib.suppress(FileNotFoundError):
+            self.files.invalidate_cache()
+            self.files.rm(self.full(path), recursive=True)
+
+    def checkpoints(self) -> list[CheckpointName]:
+        names = [name for entry in self.entries() if (name := CheckpointName.parse(entry))]
+        return sorted(name for name in names if MANIFEST_NAME in self.sizes(str(name)))
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def open_remote(url: str) -> RemotePlace:
+    """The place at a URL that is not a local path.
+
+    Raises:
+        BadInputError: No such protocol, or a URL that its driver refuses.
+        SetupError: The protocol's driver is not installed; the hint names the pip line.
+    """
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        missing = getattr(error.__cause__, "name", None) or str(error)
+        package = _EXTRAS.get(scheme, str(missing).partition(".")[0])
+        raise SetupError(
+            f"checkpoints cannot be written to {url}: the driver of {scheme}:// is not installed ({error})",
+            hint=f'pip install "{package}"',
+        ) from error
+    except ValueError as error:
+        raise BadInputError(
+            f"checkpoints cannot be written to {url}: no driver knows {scheme}://",
+            hint="Use a path, or a URL that fsspec knows: s3://, gs://, abfs://, sftp://, webdav:// …",
+        ) from error
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except (ValueError, TypeError) as error:
+        raise BadInputError(f"checkpoints cannot be written to {url}: {error}") from error
+    return RemotePlace(url, files, root)
