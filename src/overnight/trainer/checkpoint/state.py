@@ -12,17 +12,27 @@ import base64
 import io
 import json
 import pickle
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from overnight.core.errors import CheckpointError, CorruptCheckpointError, SaveFailedError
-from overnight.trainer.checkpoint.sharding import chunk_of, is_sharded
+from overnight.core.errors import CorruptCheckpointError, SaveFailedError
+from overnight.trainer.checkpoint.sharding import Chunk, Fit, chunk_of, describe, is_sharded, whole_only
+from overnight.trainer.checkpoint.tracked import put_back as put_back
+from overnight.trainer.checkpoint.tracked import require_trackable as require_trackable
+from overnight.trainer.checkpoint.tracked import state_of as state_of
+from overnight.trainer.checkpoint.tracked import unwrap as unwrap
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Json = Any
 _MARK = "$"
@@ -35,8 +45,8 @@ class Leaf:
 
     Attributes:
         key: Its name in the checkpoint: the path at which it was found first. The same on all ranks.
-        tensor: Detached and strided; on any device, maybe not contiguous or with a conjugate or negative bit. Shares memory
-            with what is tracked. Of a DTensor the local shard, which may be empty.
+        tensor: Detached and strided; on any device, maybe not contiguous or with a conjugate or negative bit. Shares
+            memory with what is tracked. Of a DTensor the local shard, which may be empty.
         on: Type of its device.
         whole: Shape of the DTensor that it is a chunk of, else None.
         at: Offset of the chunk in ``whole``. Chunks with the same key and offset on several ranks are replicas of each
@@ -101,77 +111,6 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def unwrap(obj: Any) -> Any:
-    """The object behind DistributedDataParallel and ``torch.compile``, whose wrappers change the names of its state."""
-    while True:
-        if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-            obj = obj.module
-        elif isinstance(obj, torch.nn.Module) and isinstance(getattr(obj, "_orig_mod", None), torch.nn.Module):
-            obj = obj._orig_mod
-        else:
-            return obj
-
-
-def require_trackable(name: str, obj: Any) -> None:
-    """Checks that an object has a state that can be saved and put back.
-
-    Raises:
-        CheckpointError: It has none.
-    """
-    obj = unwrap(obj)
-    if isinstance(obj, dict | torch.Generator | torch.Tensor):
-        return
-    if not (callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))):
-        raise CheckpointError(
-            f"{name!r} is a {type(obj).__name__}, which has no state_dict() and load_state_dict()",
-            hint="Track modules, optimizers, lr_schedulers, scalers, generators, tensors, dicts, or what has both.",
-        )
-
-
-def state_of(obj: Any) -> Any:
-    """The live state of a trackable object; shares memory with it."""
-    obj = unwrap(obj)
-    if isinstance(obj, dict | torch.Tensor):
-        return obj
-    if isinstance(obj, torch.Generator):
-        return obj.get_state()
-    return obj.state_dict()
-
-
-def put_back(obj: Any, state: Any, device: torch.device) -> None:
-    """Gives a saved state to a live object, in place.
-
-    Args:
-        obj: What is tracked.
-        state: What :func:`decode` returned for it.
-        device: Where tensors of plain dicts go that were saved from an accelerator.
-    """
-    obj = unwrap(obj)
-    if isinstance(obj, dict):
-        obj.clear()
-        obj.update(state)
-    elif isinstance(obj, torch.Tensor):
-        with torch.no_grad():
-            obj.copy_(state)
-    elif isinstance(obj, torch.Generator):
-        obj.set_state(state)
-    else:
-        obj.load_state_dict(state)
-        if isinstance(obj, torch.optim.Optimizer):
-            _keep_dtypes(obj, state, device)
-
-
-def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any], device: torch.device) -> None:
-    """Undoes the cast of optimizer state to its parameter's type, which rounds float32 moments of bfloat16 weights."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    ids = [index for group in state["param_groups"] for index in group["params"]]
-    for param, index in zip(params, ids, strict=True):
-        for key, saved in state["state"].get(index, {}).items():
-            live = optimizer.state[param].get(key)
-            if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype != saved.dtype:
-                optimizer.state[param][key] = saved.to(live.device).clone()
-
-
 def encode(states: Mapping[str, Any]) -> Encoded:
     """Takes states apart without copying a tensor.
 
@@ -216,6 +155,9 @@ def stage(states: Mapping[str, Any], step: int, position: dict[str, Any] | None 
     return Snapshot(step, encoded.objects, tensors, position or {})
 
 
+_is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
+
+
 class _Encoder:
     def __init__(self) -> None:
         self.leaves: dict[str, Leaf] = {}
@@ -233,6 +175,9 @@ class _Encoder:
             return {_MARK: "tuple", "items": [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]}
         if kind is dict or kind is OrderedDict:
             return self._mapping(value, path)
+        if kind is set or kind is frozenset:
+            items = [self.encode(item, f"{path} item") for item in value]
+            return {_MARK: kind.__name__, "items": sorted(items, key=json.dumps)}
         if kind is bytes:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode()}
         if (isinstance(value, np.generic) or kind in (np.ndarray, np.memmap)) and not value.dtype.hasobject:
@@ -249,22 +194,78 @@ class _Encoder:
         return {_MARK: "odict", "items": items, "metadata": extra}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        if is_lazy(tensor):
+            raise SaveFailedError(f"{path} is not initialised yet", hint="Run one forward pass before the first save.")
+        if tensor.device.type == "meta":
+            raise SaveFailedError(
+                f"{path} is on the meta device and has no values",
+                hint="Give the module memory first: module.to_empty(device=run.device), then initialise it.",
+            )
+        if is_sharded(tensor):
+            return self._shard(tensor, path)
+        if tensor.layout is not torch.strided:
+            return self._sparse(tensor, path)
+        if tensor.is_quantized or _is_wrapper(tensor):
             return self._opaque(tensor, path)
-        whole: tuple[int, ...] | None = None
-        at: tuple[int, ...] | None = None
+        tensor = tensor.detach()
+        return {
+            _MARK: "tensor",
+            "key": self._leaf(tensor, path),
+            "on": tensor.device.type,
+            "shape": list(tensor.shape),
+        }
+
+    def _shard(self, tensor: "DTensor", path: str) -> Json:
+        try:
+            chunk = chunk_of(tensor)
+        except SaveFailedError as error:
+            raise SaveFailedError(f"{path}: {error.message}", hint=error.hint) from None
         with torch.no_grad():
-            local = tensor.detach()
-            if is_sharded(local):
-                whole, at = tuple(local.shape), chunk_of(local).at
-                local = local.to_local()
-        memory = local.data_ptr() or local.untyped_storage()._cdata
-        place = (memory, tuple(local.shape), local.stride(), local.dtype, str(local.device), whole, at)
+            local = tensor.to_local().detach()
+        shape = tuple(tensor.shape)
+        return {
+            _MARK: "tensor",
+            "key": self._leaf(local, path, shape, chunk.at),
+            "on": local.device.type,
+            "shape": list(shape),
+            "placements": describe(tensor.placements),
+        }
+
+    def _leaf(
+        self,
+        tensor: torch.Tensor,
+        path: str,
+        whole: tuple[int, ...] | None = None,
+        at: tuple[int, ...] | None = None,
+    ) -> str:
+        memory = tensor.data_ptr() or tensor.untyped_storage()._cdata
+        place = (memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, whole, at)
         key = self._seen.get(place)
         if key is None:
             key = self._seen[place] = self._unused(path)
-            self.leaves[key] = Leaf(key, local, local.device.type, whole, at)
-        return {_MARK: "tensor", "key": key, "on": local.device.type, "shape": list(tensor.shape)}
+            self.leaves[key] = Leaf(key, tensor, tensor.device.type, whole, at)
+        return key
+
+    def _sparse(self, tensor: torch.Tensor, path: str) -> Json:
+        """Sparse tensors as the strided ones that they consist of."""
+        tensor = tensor.detach()
+        parts: dict[str, torch.Tensor]
+        match tensor.layout:
+            case torch.sparse_coo:
+                parts = {"indices": tensor._indices(), "values": tensor._values()}
+            case torch.sparse_csr | torch.sparse_bsr:
+                parts = {"crow": tensor.crow_indices(), "col": tensor.col_indices(), "values": tensor.values()}
+            case torch.sparse_csc | torch.sparse_bsc:
+                parts = {"ccol": tensor.ccol_indices(), "row": tensor.row_indices(), "values": tensor.values()}
+            case _:
+                return self._opaque(tensor, path)
+        return {
+            _MARK: "sparse",
+            "layout": str(tensor.layout).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "coalesced": tensor.layout is torch.sparse_coo and tensor.is_coalesced(),
+            "parts": [self._tensor(part, f"{path}.{name}") for name, part in parts.items()],
+        }
 
     def _unused(self, path: str) -> str:
         key, number = path, 1
@@ -292,59 +293,139 @@ class _Encoder:
         except Exception as error:
             raise SaveFailedError(
                 f"{path} is a {type(value).__name__}, which cannot be saved ({type(error).__name__})",
-                hint="Keep tensors, numbers, strings, lists and dicts in tracked state, or leave this out of it.",
+                hint="Track it under a name of its own."
+                if hasattr(value, "state_dict")
+                else "Keep tensors, numbers, strings, lists and dicts in tracked state, or leave this out of it.",
             ) from error
         return {_MARK: "torch", "base64": base64.b64encode(buffer.getvalue()).decode()}
 
 
-def decode(value: Json, tensors: Callable[[str], torch.Tensor], device: torch.device | None = None) -> Any:
-    """The inverse of staging.
+class Read(Protocol):
+    """Gives the tensor under a key, or the chunk of it that is asked for, in fresh memory on the CPU."""
+
+    def __call__(self, key: str, chunk: Chunk | None = None, /) -> torch.Tensor:
+        """Reads one tensor of a checkpoint."""
+
+
+def needs(value: Json, fit: Fit = whole_only) -> list[tuple[str, Chunk | None]]:
+    """What :func:`decode` will ask of its reader for the same arguments, each once: to be read in one pass.
 
     Args:
         value: JSON of one object.
-        tensors: Tensor by key.
+        fit: Which tensors shall come back as DTensors.
+    """
+    found: dict[tuple[str, Chunk | None], None] = {}
+    nothing = torch.empty(0)
+
+    def note(key: str, chunk: Chunk | None = None, /) -> torch.Tensor:
+        found[key, chunk] = None
+        return nothing
+
+    _Walk(note, None, fit, noting=True).decode(value, ())
+    return list(found)
+
+
+def decode(value: Json, read: Read, device: torch.device | None = None, fit: Fit = whole_only) -> Any:
+    """The inverse of encoding.
+
+    Args:
+        value: JSON of one object.
+        read: Tensor by key.
         device: Where tensors go that were saved from an accelerator; None leaves them on the CPU.
+        fit: Which tensors shall come back as DTensors, and how they are sharded now.
 
     Raises:
         CorruptCheckpointError: Unknown marks, or bytes that do not load.
     """
-    if isinstance(value, list):
-        return [decode(item, tensors, device) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _MARK not in value:
-        return {key: decode(item, tensors, device) for key, item in value.items()}
     try:
-        return _decode_marked(value, tensors, device)
+        return _Walk(read, device, fit).decode(value, ())
     except (KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         raise CorruptCheckpointError(f"saved state cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _decode_marked(value: dict[str, Any], tensors: Callable[[str], torch.Tensor], device: torch.device | None) -> Any:
-    match value[_MARK]:
-        case "tensor":
-            tensor = tensors(value["key"])
-            return tensor.to(device) if device is not None and value["on"] != "cpu" else tensor
-        case "tuple":
-            return tuple(decode(item, tensors, device) for item in value["items"])
-        case "dict":
-            return {_hashable(decode(k, tensors)): decode(v, tensors, device) for k, v in value["items"]}
-        case "odict":
-            result = OrderedDict((decode(k, tensors), decode(v, tensors, device)) for k, v in value["items"])
-            if value["metadata"] is not None:
-                result._metadata = decode(value["metadata"], tensors)  # type: ignore[attr-defined]
-            return result
-        case "bytes":
-            return base64.b64decode(value["base64"])
-        case "array":
-            dtype = np.lib.format.descr_to_dtype(decode(value["dtype"], tensors))
-            array = np.ndarray(value["shape"], dtype, tensors(value["key"]).numpy().tobytes()).copy()
-            return array[()] if value["scalar"] else array
-        case "torch":
-            return torch.load(io.BytesIO(base64.b64decode(value["base64"])), weights_only=True)
-        case other:
-            raise ValueError(f"unknown mark {other!r}")
+class _Walk:
+    """Rebuilds a value; while ``noting`` only to see what is read on the way."""
 
+    def __init__(self, read: Read, device: torch.device | None, fit: Fit, *, noting: bool = False) -> None:
+        self._read = read
+        self._device = device
+        self._fit = fit
+        self._noting = noting
+        self._made: dict[tuple[str, Chunk | None], torch.Tensor] = {}
 
-def _hashable(key: Any) -> Any:
-    return tuple(key) if isinstance(key, list) else key
+    def decode(self, value: Json, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item, (*path, index)) for index, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if _MARK not in value:
+            return {key: self.decode(item, (*path, key)) for key, item in value.items()}
+        return self._decode_marked(value, path)
+
+    def _decode_marked(self, value: dict[str, Any], path: tuple[Any, ...]) -> Any:
+        match value[_MARK]:
+            case "tensor":
+                return self._tensor(value, path)
+            case "tuple":
+                return tuple(self.decode(value["items"], path))
+            case "set":
+                return set(self.decode(value["items"], path))
+            case "frozenset":
+                return frozenset(self.decode(value["items"], path))
+            case "dict":
+                return dict(self._items(value["items"], path))
+            case "odict":
+                result = OrderedDict(self._items(value["items"], path))
+                if value["metadata"] is not None:
+                    result._metadata = self.decode(value["metadata"], path)  # type: ignore[attr-defined]
+                return result
+            case "bytes":
+                return base64.b64decode(value["base64"])
+            case "array":
+                return self._array(value, path)
+            case "sparse":
+                return self._sparse(value, path)
+            case "torch":
+                return torch.load(io.BytesIO(base64.b64decode(value["base64"])), weights_only=True)
+            case other:
+                raise ValueError(f"unknown mark {other!r}")
+
+    def _items(self, items: list[list[Json]], path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+        for encoded_key, encoded in items:
+            key = self.decode(encoded_key, (*path, "key"))
+            yield key, self.decode(encoded, (*path, key))
+
+    def _tensor(self, value: dict[str, Any], path: tuple[Any, ...]) -> torch.Tensor:
+        shape = tuple(value["shape"])
+        layout = self._fit(path, shape, value.get("placements"))
+        chunk = layout.chunk() if layout is not None else None
+        place = (value["key"], chunk)
+        if place not in self._made:
+            tensor = self._read(value["key"]) if chunk is None else self._read(value["key"], chunk)
+            if self._device is not None and value["on"] != "cpu":
+                tensor = tensor.to(self._device)
+            self._made[place] = tensor if layout is None or self._noting else layout.assemble(tensor)
+        return self._made[place]
+
+    def _array(self, value: dict[str, Any], path: tuple[Any, ...]) -> Any:
+        data = self._read(value["key"])
+        if self._noting:
+            return None
+        dtype = np.lib.format.descr_to_dtype(self.decode(value["dtype"], path))
+        array: Any = np.ndarray(value["shape"], dtype, data.numpy().tobytes()).copy()
+        return array[()] if value["scalar"] else array
+
+    def _sparse(self, value: dict[str, Any], path: tuple[Any, ...]) -> Any:
+        parts = [self._tensor(part, (*path, number)) for number, part in enumerate(value["parts"])]
+        if self._noting:
+            return None
+        if value["layout"] == "sparse_coo":
+            coalesced = value["coalesced"] or None
+            indices, values = parts
+            return torch.sparse_coo_tensor(indices, values, value["shape"], is_coalesced=coalesced)
+        outer, inner, values = parts
+        with warnings.catch_warnings():  # that this layout is in beta was said where the tensor was made
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.sparse_compressed_tensor(
+                outer, inner, values, value["shape"], layout=getattr(torch, value["layout"])
+            )
