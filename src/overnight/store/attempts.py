@@ -149,7 +149,19 @@ def begin(
     conn.execute(_INSERT_LEASE, lease)
     _lease(conn, attempt_id, device_ids)
     touch(conn, "attempts", "devices", f"attempt:{attempt_id}", f"node:{node_id}")
-    return get(conn, attempt_id)
+    return Attempt(
+        id=attempt_id,
+        trial_id=trial_id,
+        number=number,
+        generation=1,
+        node_id=node_id,
+        devices=tuple(device_ids),
+        lease_state=LeaseState.ACTIVE,
+        created_at=now,
+        started_at=None,
+        ended_at=None,
+        outcome=None,
+    )
 
 
 def _require_leasable(conn: sa.Connection, node_id: str, device_ids: Sequence[str]) -> None:

@@ -36,8 +36,8 @@ class Engine(Protocol):
         """
         ...
 
-    def version(self, conn: "Connection", node_id: str) -> int:
-        """The ``version`` that :meth:`work` would answer now, for less: no order is made for it."""
+    def news(self, conn: "Connection", node_id: str, known: int | None) -> Work | None:
+        """:meth:`work`, or None while its version is the one that the node knows."""
         ...
 
     def poke(self) -> None:

@@ -58,13 +58,12 @@ class LocalEngine:
 
     def work(self, conn: "Connection", node_id: str) -> Work:
         """What should be on the node now."""
-        wishes = self._wishes(conn, node_id)
-        launches = self._orders(conn, node_id, wishes.launches) if wishes.launches else ()
-        return Work(version=wishes.version, launches=launches, keep=wishes.keep, kill=wishes.kill)
+        return self._work(conn, node_id, self._wishes(conn, node_id))
 
-    def version(self, conn: "Connection", node_id: str) -> int:
-        """The version of :meth:`work`."""
-        return self._wishes(conn, node_id).version
+    def news(self, conn: "Connection", node_id: str, known: int | None) -> Work | None:
+        """:meth:`work`, or None while its version is the one that the node knows."""
+        wishes = self._wishes(conn, node_id)
+        return None if wishes.version == known else self._work(conn, node_id, wishes)
 
     def poke(self) -> None:
         """Wakes the daemon, if there is one."""
@@ -72,6 +71,10 @@ class LocalEngine:
             channel.settimeout(POKE_SECONDS)
             channel.connect(str(self._settings.paths.node_socket))
             channel.sendall(b'{"op": "poke"}\n')
+
+    def _work(self, conn: "Connection", node_id: str, wishes: _Wishes) -> Work:
+        launches = self._orders(conn, node_id, wishes.launches) if wishes.launches else ()
+        return Work(version=wishes.version, launches=launches, keep=wishes.keep, kill=wishes.kill)
 
     def _wishes(self, conn: "Connection", node_id: str) -> _Wishes:
         live = attempts.live(conn, node_id)

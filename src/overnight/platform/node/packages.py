@@ -9,43 +9,44 @@ import os
 import sys
 from collections.abc import Iterable
 
-_METADATA = (".dist-info", ".egg-info", ".pth", ".egg-link")
 _SOURCES = (".py", ".so", ".pyc")
 
 Signature = dict[str, int]
 
 
-def own_files() -> tuple[str, ...]:
-    """Source files of the loaded parts of overnight: an upgrade of ours counts too."""
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "overnight"]
-    return tuple(str(file) for module in modules if (file := getattr(module, "__file__", None)))
+def watched_places() -> tuple[str, ...]:
+    """What an install, upgrade or removal touches: the folders of packages, their ``.pth`` files, and our own sources.
 
-
-def signature(files: Iterable[str]) -> Signature:
-    """Modification times (ns) of everything that an install, upgrade or removal of a package touches.
-
-    Args:
-        files: Further files; :func:`own_files`, found once: walking ``sys.modules`` touches the memory of every module,
-            which a forked process pays for with a page fault each.
+    An installer makes, renames or removes a ``.dist-info`` folder, which changes its parent: looking into each would
+    cost a millisecond of every launch. To be found once: walking ``sys.modules`` touches the memory of every module,
+    which a forked process pays for with a page fault each.
     """
+    folders = list(dict.fromkeys(path for path in sys.path if path))
+    paths = [entry.path for folder in folders if _holds_packages(folder) for entry in _entries(folder, ".pth")]
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "overnight"]
+    own = [str(file) for module in modules if (file := getattr(module, "__file__", None))]
+    return (*folders, *paths, *own)
+
+
+def signature(places: Iterable[str]) -> Signature:
+    """Modification times (ns) of :func:`watched_places`."""
     found: Signature = {}
-    for folder in dict.fromkeys(path for path in sys.path if path):
+    for place in places:
         with contextlib.suppress(OSError):
-            found[folder] = os.stat(folder).st_mtime_ns  # noqa: PTH116 - at each launch, hundreds of entries
-            if os.path.basename(folder) in ("site-packages", "dist-packages"):  # noqa: PTH119
-                _add_metadata(folder, found)
-    for file in files:
-        with contextlib.suppress(OSError):
-            found[file] = os.stat(file).st_mtime_ns  # noqa: PTH116
+            found[place] = os.stat(place).st_mtime_ns  # noqa: PTH116 - at each launch, dozens of entries
     return found
 
 
-def _add_metadata(folder: str, found: Signature) -> None:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(_METADATA):
-                with contextlib.suppress(OSError):
-                    found[entry.path] = entry.stat().st_mtime_ns
+def _holds_packages(folder: str) -> bool:
+    return os.path.basename(folder) in ("site-packages", "dist-packages")  # noqa: PTH119
+
+
+def _entries(folder: str, ending: str) -> "list[os.DirEntry[str]]":
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if entry.name.endswith(ending)]
+    except OSError:
+        return []
 
 
 def loaded_names() -> frozenset[str]:

@@ -112,8 +112,8 @@ class Zygote:
         self._channel = channel
         self._scratch = scratch
         self._spare: tuple[int, socket.socket] | None = None
-        self._files = packages.own_files()
-        self._signature = packages.signature(self._files)
+        self._watched = packages.watched_places()
+        self._signature = packages.signature(self._watched)
         self._loaded = packages.loaded_names()
         self._wake, wake_up = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -174,7 +174,7 @@ class Zygote:
         _tell(self._channel, {"token": order["token"], "declined": "a supervisor could not be forked"})
 
     def _unfit_for(self, order: dict[str, Any]) -> str | None:
-        if packages.signature(self._files) != self._signature:
+        if packages.signature(self._watched) != self._signature:
             return "stale"
         name = packages.clash(order["folder"], self._loaded)
         return None if name is None else f"the script's folder has its own {name!r}"

@@ -27,12 +27,12 @@ async def work(node_id: str, house: House, after: After = None, wait: Wait = 0.0
     """What should be on the node. Level-triggered: the daemon makes the world match it. Counts as a sign of life."""
     intake.seen(house, node_id)
 
-    def version() -> int:
-        return house.peek(house.engine.version, node_id)
+    def news() -> Work | None:
+        return house.peek(house.engine.news, node_id, after)
 
     with house.hub.watch(f"node:{node_id}") as watch:
-        await poll(watch, version, lambda found: found != after, wait)
-    return answer(house.peek(house.engine.work, node_id))
+        found = await poll(watch, news, lambda work: work is not None, wait)
+    return answer(found or house.peek(house.engine.work, node_id))
 
 
 @router.post("/nodes/{node_id}/reports", openapi_extra=takes(NodeReport))
