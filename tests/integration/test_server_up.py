@@ -102,11 +102,11 @@ def client_of(settings: Settings) -> httpx.Client:
     return httpx.Client(base_url=str(found.facts["url"]), headers=headers, trust_env=False, timeout=30)
 
 
-def submit_sleeper(settings: Settings, client: httpx.Client) -> str:
-    script = settings.home / "sleeper.py"
-    script.write_text(SLEEPER)
+def submit(settings: Settings, client: httpx.Client, text: str, **fields: object) -> str:
+    script = settings.home / "script.py"
+    script.write_text(text)
     run = {"kind": "command", "target": sys.executable, "argv": [str(script)]}
-    config = {"experiment": "sleep", "run": run, "args": "none", "workdir": str(settings.home)}
+    config = {"experiment": "sleep", "run": run, "args": "none", "workdir": str(settings.home), **fields}
     answer = client.post("/v1/proposals", json={"config": config})
     assert answer.status_code == 200, answer.text
     name: str = answer.json()["trials"][0]["name"]
@@ -118,7 +118,7 @@ def test_ctrl_c_yields_the_workers_and_stops_everything(settings: Settings, star
     facts = up.until("server")["data"]
     assert isinstance(facts, dict) and facts["adopted"] is False
     with client_of(settings) as client:
-        name = submit_sleeper(settings, client)
+        name = submit(settings, client, SLEEPER)
         assert wait_until(lambda: client.get(f"/v1/trials/{name}").json()["state"] == "running", 30)
     node = holder(settings.paths.node_lock)
     assert node is not None
@@ -209,6 +209,36 @@ def test_down_works_without_an_up(settings: Settings, start: Callable[[], Up]) -
     up.end(signal.SIGKILL)
     assert stop(settings) is True
     assert stop(settings) is False
+
+
+SAVES = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(3)  # longer than the node itself takes to stop, shorter than the grace
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_down_with_a_broken_token_says_so_and_trials_save_all_the_same(settings: Settings) -> None:
+    settings = settings.model_copy(update={"grace_seconds": 8.0})
+    run_up(settings, detach=True)
+    with client_of(settings) as client:
+        name = submit(settings, client, SAVES, resume={"signal": "TERM", "exit_code": 75})
+        path = f"/v1/trials/{name}"
+        assert wait_until(lambda: "up" in client.get(f"{path}/logs").json().get("text", ""), 60)
+    settings.paths.token_file.write_bytes(b"")
+    events: list[UpEvent] = []
+    assert stop(settings, events.append) is True
+    [told] = [event for event in events if event.data.get("error") == "bad_token_file"]
+    assert "is empty" in told.message and f"rm {settings.paths.token_file}" in told.message
+    settings.paths.token_file.unlink()
+    run_up(settings, detach=True)
+    with client_of(settings) as client:
+        assert wait_until(lambda: client.get(path).json()["preemptions"] == 1, 60), client.get(path).json()
+        assert client.get(path).json()["retries_used"] == 0
 
 
 def test_what_the_server_says_about_its_start_reaches_the_caller(settings: Settings) -> None:

@@ -336,3 +336,17 @@ def test_a_pipe_is_no_spec_and_is_not_waited_for(tmp_path, overnight_cli):
     done = overnight_cli("submit", "spec.yaml")
     assert done.returncode == 2
     assert "is no regular file" in done.stderr
+
+
+def test_a_long_wait_is_explained_once(capsys):
+    session = Session({})
+    full = errors.StoreFullError("there is no space left", hint="Make room.")
+    for seconds in (0.1, 1.9, 2.5, 4.0, 8.0):
+        session._note_wait(full, seconds)
+    session._note_wait(errors.ServerAwayError("no answer", hint="Start it."), 9.0)
+    session._note_wait(full, 0.2)
+    session._note_wait(full, 2.2)
+    captured = capsys.readouterr()
+    once = "waiting: there is no space left. Make room."
+    assert captured.err.splitlines() == [once, "waiting: no answer.", once]
+    assert captured.out == ""

@@ -209,6 +209,25 @@ def test_errors_that_are_not_retryable_are_raised_at_once(client, server):
     assert len(server.seen) == 1
 
 
+def test_whoever_listens_hears_what_is_waited_for(server, home):
+    server.answer = lambda request: (503, {"error": errors.StoreFullError("no space").to_dict()})
+    now, heard = [0.0], []
+    policy = RetryPolicy(
+        base_seconds=1.0, max_seconds=4.0, on_pause=lambda error, seconds: heard.append((error, seconds))
+    )
+
+    def sleep(seconds):
+        now[0] += seconds
+        if now[0] > 10:
+            server.answer = lambda request: (200, ACCEPTED)
+
+    with Client(home, server=server.url, retry=policy, monotonic=lambda: now[0], sleep=sleep) as client:
+        client.propose(proposal())
+    assert {error.code for error, _ in heard} == {"store_full"}
+    assert [seconds for _, seconds in heard] == sorted(seconds for _, seconds in heard)
+    assert heard[-1][1] == now[0] > 10, "the last one ended the wait"
+
+
 def test_a_stranger_is_told_at_once_that_nobody_is_there(home):
     scripted = Scripted()
     scripted.stop()

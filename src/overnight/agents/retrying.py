@@ -24,6 +24,8 @@ class RetryPolicy:
         base_seconds, max_seconds: Pauses grow from the first to the second, by doubling, with full jitter
             (https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter/).
         uniform: Randomness of the jitter.
+        on_pause: Told before each pause what the last try brought, and the seconds since the first try when the next
+            one will be made: for whoever would rather not wait in silence.
     """
 
     patience_seconds: float = 30.0
@@ -31,6 +33,7 @@ class RetryPolicy:
     base_seconds: float = 0.1
     max_seconds: float = 2.0
     uniform: Callable[[float, float], float] = field(default=random.uniform, repr=False)
+    on_pause: Callable[[OvernightError, float], None] | None = field(default=None, repr=False)
 
 
 class Patience:
@@ -64,7 +67,10 @@ class Patience:
             raise error
         ceiling = min(self._policy.max_seconds, self._policy.base_seconds * 2**self._tries)
         self._tries = min(self._tries + 1, 30)
-        return min(left, self._policy.uniform(ceiling / 2, ceiling))
+        pause_seconds = min(left, self._policy.uniform(ceiling / 2, ceiling))
+        if self._policy.on_pause is not None:
+            self._policy.on_pause(error, now + pause_seconds - self._started_at)
+        return pause_seconds
 
 
 def may_resend(call: Call[Any], *, unsent: bool, answered: bool) -> bool:

@@ -47,6 +47,10 @@ WIDE = 400
 """Columns when nobody looks at the output through a terminal: nothing is cut."""
 
 
+SILENT_SECONDS = 2.0
+"""How long a command waits for the server without a word."""
+
+
 class Trimmed:
     """A stream whose lines do not end in blanks: tables fill their last column, which a pipe need not see."""
 
@@ -69,6 +73,7 @@ class Session:
         self.env = os.environ if env is None else env
         self.overrides: dict[str, Any] = {}
         self.json_output = False
+        self._waits_for = ""
 
     @cached_property
     def settings(self) -> "Settings":
@@ -105,8 +110,19 @@ class Session:
     def client(self) -> "Client":
         """A client of the server that the settings mean."""
         from overnight.agents.client import Client
+        from overnight.agents.retrying import RetryPolicy
 
-        return Client(self.settings)
+        return Client(self.settings, retry=RetryPolicy(on_pause=self._note_wait))
+
+    def _note_wait(self, error: OvernightError, seconds: float) -> None:
+        """Says once what a command waits for, when that takes long."""
+        if seconds < SILENT_SECONDS:
+            self._waits_for = ""
+        elif error.message != self._waits_for:
+            self._waits_for = error.message
+            # A server that is away comes back by itself, or the error at the end says how to start one.
+            hint = "" if isinstance(error, ServerAwayError) else f" {error.hint}"
+            self.note(f"waiting: {error.message}.{hint}")
 
     def emit(self, data: Any) -> None:
         """Prints the JSON envelope of a result: models, and lists and mappings of them."""

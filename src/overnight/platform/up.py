@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from overnight.core.errors import SetupError
+from overnight.core.errors import BadTokenFileError, SetupError
 from overnight.core.settings import Settings
 from overnight.platform.identity import Identity, LockFile, boot_id, held, holder, start_time
 from overnight.platform.node import client as node_client
 from overnight.platform.server.environment import settings_environment
 from overnight.platform.server.exits import error_of, is_final
-from overnight.platform.server.tokens import ensure_token
+from overnight.platform.server.tokens import ensure_token, read_token
 from overnight.platform.switchboard import Switchboard
 from overnight.platform.watch import Signals, Watched, remaining
 
@@ -272,6 +272,10 @@ def stop(settings: Settings, on_event: OnEvent = lambda event: None) -> bool:
         on_event(
             UpEvent("stopping", f"asking `overnight up` (pid {up.identity.pid}) to stop", {"pid": up.identity.pid})
         )
+        try:
+            read_token(home.token_file)
+        except BadTokenFileError as error:  # it will find the same, but says so elsewhere
+            on_event(_cannot_tell_server(error))
         up.end(settings.grace_seconds + YIELD_MARGIN_SECONDS + NODE_STOP_SECONDS + SERVER_STOP_SECONDS)
     node, server = (
         Watched.open(identity) if identity else None for identity in (holder(home.node_lock), holder(home.server_lock))
@@ -293,40 +297,59 @@ def take_down(
     impatient: Callable[[], bool],
 ) -> None:
     """Workers yield, then the node stops, then the server. ``impatient`` becoming true turns it into killing."""
-    if server is not None and server.alive:
-        _yield_workers(settings, on_event, impatient)
+    told = server is not None and server.alive and _yield_workers(settings, on_event, impatient)
     if node is not None:
-        _stop_node(settings, node, kill=impatient())
+        # Workers that the server has not told to save are told by the node, which then waits for them.
+        yield_seconds = 0.0 if told else settings.grace_seconds + YIELD_MARGIN_SECONDS
+        _stop_node(settings, node, yield_seconds + NODE_STOP_SECONDS, impatient)
     if server is not None:
         server.end(0.0 if impatient() else SERVER_STOP_SECONDS)
     on_event(UpEvent("stopped", STOPPED))
 
 
-def _yield_workers(settings: Settings, on_event: OnEvent, impatient: Callable[[], bool]) -> None:
+def _yield_workers(settings: Settings, on_event: OnEvent, impatient: Callable[[], bool]) -> bool:
+    """Has the server tell the workers to save, and waits for them; whether it could be asked to."""
     board = Switchboard(settings)
     deadline = time.monotonic() + settings.grace_seconds + YIELD_MARGIN_SECONDS
     told = -1
     while not impatient() and remaining(deadline):
-        live = board.shutdown()
+        try:
+            live = board.shutdown()
+        except BadTokenFileError as error:
+            on_event(_cannot_tell_server(error))
+            return False
         if not live:
-            return
+            return True
         if live != told:
             told = live
             words = "1 running trial saves and leaves" if live == 1 else f"{live} running trials save and leave"
             on_event(UpEvent("stopping", words, {"live": live}))
         time.sleep(0.1)
+    return True
 
 
-def _stop_node(settings: Settings, node: Watched, kill: bool) -> None:
-    if kill:
+def _cannot_tell_server(error: BadTokenFileError) -> UpEvent:
+    """The node stops its trials without the server, too; only the server hears of it later."""
+    message = (
+        f"{error.message}: the server cannot be told to let running trials save. The node tells them, and what they "
+        f"saved counts from the next `overnight up` on. Before that: {error.hint}"
+    )
+    return UpEvent("stopping", message, {"error": error.code})
+
+
+def _stop_node(settings: Settings, node: Watched, seconds: float, impatient: Callable[[], bool]) -> None:
+    if impatient():
         node.end(0.0)
         return
     try:
         node_client.ask(settings.paths, {"op": "stop"})
     except OSError:
         node.signal(signal.SIGTERM)
-    if not node.wait(NODE_STOP_SECONDS):
-        node.end(1.0)
+    deadline = time.monotonic() + seconds
+    while not node.wait(min(0.1, remaining(deadline))):
+        if impatient() or not remaining(deadline):
+            node.end(1.0)
+            break
     node.close()
 
 
