@@ -16,7 +16,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 
 Json = Any
 _MARK = "$"
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A live tensor of the state, as this rank has it.
 
     Attributes:
@@ -155,19 +154,32 @@ def stage(states: Mapping[str, Any], step: int, position: dict[str, Any] | None 
     return Snapshot(step, encoded.objects, tensors, position or {})
 
 
+def _same(leaf: Leaf, other: Leaf) -> bool:
+    """Whether two leaves with the same address are the same memory seen alike."""
+    one, two = leaf.tensor, other.tensor
+    return (
+        one.shape == two.shape
+        and one.stride() == two.stride()
+        and one.dtype == two.dtype
+        and one.device == two.device
+        and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())
+        and (leaf.whole, leaf.at) == (other.whole, other.at)
+    )
+
+
 _is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.leaves: dict[str, Leaf] = {}
-        self._seen: dict[tuple[Any, ...], str] = {}
+        self._by_memory: dict[int, list[Leaf]] = {}
 
     def encode(self, value: Any, path: str) -> Json:
         kind = type(value)
         if kind in _PLAIN:
             return value
-        if isinstance(value, torch.Tensor):
+        if kind is torch.Tensor or isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if kind is list:
             return [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
@@ -185,35 +197,37 @@ class _Encoder:
         return self._opaque(value, path)
 
     def _mapping(self, value: dict[Any, Any], path: str) -> Json:
-        if type(value) is dict and all(type(key) is str and not key.startswith(_MARK) for key in value):
+        if type(value) is dict and all([type(key) is str and key[:1] != _MARK for key in value]):
             return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
-        items = [[self.encode(k, f"{path} key"), self.encode(v, f"{path}.{k}")] for k, v in value.items()]
+        items = [
+            [key if type(key) in _PLAIN else self.encode(key, f"{path} key"), self.encode(item, f"{path}.{key}")]
+            for key, item in value.items()
+        ]
         if type(value) is dict:
             return {_MARK: "dict", "items": items}
         extra = self.encode(getattr(value, "_metadata", None), f"{path}._metadata")
         return {_MARK: "odict", "items": items, "metadata": extra}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
-        if is_lazy(tensor):
+        kind = type(tensor)
+        ordinary = kind is torch.Tensor or kind is torch.nn.Parameter
+        if not ordinary and is_lazy(tensor):
             raise SaveFailedError(f"{path} is not initialised yet", hint="Run one forward pass before the first save.")
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             raise SaveFailedError(
                 f"{path} is on the meta device and has no values",
                 hint="Give the module memory first: module.to_empty(device=run.device), then initialise it.",
             )
-        if is_sharded(tensor):
+        if not ordinary and is_sharded(tensor):
             return self._shard(tensor, path)
         if tensor.layout is not torch.strided:
             return self._sparse(tensor, path)
-        if tensor.is_quantized or _is_wrapper(tensor):
+        if tensor.is_quantized or (not ordinary and _is_wrapper(tensor)):
             return self._opaque(tensor, path)
-        tensor = tensor.detach()
-        return {
-            _MARK: "tensor",
-            "key": self._leaf(tensor, path),
-            "on": tensor.device.type,
-            "shape": list(tensor.shape),
-        }
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        on = tensor.device.type
+        return {_MARK: "tensor", "key": self._leaf(tensor, path, on), "on": on, "shape": list(tensor.shape)}
 
     def _shard(self, tensor: "DTensor", path: str) -> Json:
         try:
@@ -225,7 +239,7 @@ class _Encoder:
         shape = tuple(tensor.shape)
         return {
             _MARK: "tensor",
-            "key": self._leaf(local, path, shape, chunk.at),
+            "key": self._leaf(local, path, local.device.type, shape, chunk.at),
             "on": local.device.type,
             "shape": list(shape),
             "placements": describe(tensor.placements),
@@ -235,16 +249,19 @@ class _Encoder:
         self,
         tensor: torch.Tensor,
         path: str,
+        on: str,
         whole: tuple[int, ...] | None = None,
         at: tuple[int, ...] | None = None,
     ) -> str:
         memory = tensor.data_ptr() or tensor.untyped_storage()._cdata
-        place = (memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, whole, at)
-        key = self._seen.get(place)
-        if key is None:
-            key = self._seen[place] = self._unused(path)
-            self.leaves[key] = Leaf(key, tensor, tensor.device.type, whole, at)
-        return key
+        here = self._by_memory.setdefault(memory, [])
+        leaf = Leaf(self._unused(path), tensor, on, whole, at)
+        for other in here:
+            if _same(leaf, other):
+                return other.key
+        here.append(leaf)
+        self.leaves[leaf.key] = leaf
+        return leaf.key
 
     def _sparse(self, tensor: torch.Tensor, path: str) -> Json:
         """Sparse tensors as the strided ones that they consist of."""
