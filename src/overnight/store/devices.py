@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from overnight.core.enums import DeviceState
 from overnight.core.errors import ConflictError, NotFoundError
 from overnight.core.models.api import Device
-from overnight.core.models.node import DeviceReport
+from overnight.core.models.node import DeviceReport, OrderDevice
 from overnight.store import events, models
 from overnight.store.events import NewEvent
 from overnight.store.models import storable
@@ -37,6 +37,11 @@ _WITH_HOLDER = (
     .order_by(models.nodes.c.name, _TABLE.c.index)
 )
 _WITH_HOLDER_OF_NODE = _WITH_HOLDER.where(_TABLE.c.node_id == sa.bindparam("node"))
+_BRIEF = (
+    sa.select(_TABLE.c.id, _TABLE.c.index, _TABLE.c.kind)
+    .where(_TABLE.c.node_id == sa.bindparam("node"))
+    .order_by(_TABLE.c.index)
+)
 _ONE_WITH_HOLDER = _WITH_HOLDER.where(_TABLE.c.id == sa.bindparam("device"))
 
 
@@ -163,6 +168,11 @@ def list_(conn: sa.Connection, node_id: str | None = None) -> list[Device]:
     """By node and index, with the holder of each."""
     found = conn.execute(_WITH_HOLDER) if node_id is None else conn.execute(_WITH_HOLDER_OF_NODE, {"node": node_id})
     return [_to_wire(row) for row in found]
+
+
+def for_orders(conn: sa.Connection, node_id: str) -> list[OrderDevice]:
+    """What an order says of the devices of a node, by index: a launch waits for this, so it asks for no more."""
+    return [OrderDevice(id=id_, index=index, kind=kind) for id_, index, kind in conn.execute(_BRIEF, {"node": node_id})]
 
 
 def _to_wire(row: sa.Row[Any]) -> Device:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from overnight.core.enums import LeaseState
-from overnight.core.models.api import Device, Trial
-from overnight.core.models.node import Order, Work
+from overnight.core.models.api import Trial
+from overnight.core.models.node import Order, OrderDevice, Work
 from overnight.core.settings import Settings
 from overnight.platform.engines.orders import Surroundings, make_order
 from overnight.store import attempts, devices, trials
@@ -88,11 +88,11 @@ class LocalEngine:
         )
 
     def _orders(self, conn: "Connection", node_id: str, launches: Sequence[attempts.LiveAttempt]) -> tuple[Order, ...]:
-        on_node = devices.list_(conn, node_id)
+        on_node = devices.for_orders(conn, node_id)
         asked = trials.bare(conn, {one.trial_id for one in launches})
         return tuple(self._order(one, asked[one.trial_id], on_node) for one in launches)
 
-    def _order(self, attempt: attempts.LiveAttempt, trial: Trial, on_node: Sequence[Device]) -> Order:
+    def _order(self, attempt: attempts.LiveAttempt, trial: Trial, on_node: Sequence[OrderDevice]) -> Order:
         around = Surroundings(
             home=self._settings.paths,
             grace_seconds=self._settings.grace_seconds,

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overnight.core.models.api import Device, Trial
+from overnight.core.models.api import Trial
 from overnight.core.models.node import Order, OrderDevice
 from overnight.core.models.spec import Objective
 from overnight.core.paths import Home
@@ -42,7 +42,7 @@ def make_order(
     number: int,
     generation: int,
     node_id: str,
-    devices: Sequence[Device],
+    devices: Sequence[OrderDevice],
     objective: Objective | None,
     around: Surroundings,
 ) -> Order:
@@ -63,7 +63,7 @@ def make_order(
         number=number,
         generation=generation,
         node_id=node_id,
-        devices=tuple(OrderDevice(id=one.id, index=one.index, kind=one.kind) for one in devices),
+        devices=tuple(devices),
         world_size=world_size,
         ranks=tuple(range(world_size)),
         run=config.run,
