@@ -78,7 +78,7 @@ def step_of(found: Any) -> int:
 
 
 def files_of_a_checkpoint() -> list[str]:
-    return ["__0_0.distcp", ".metadata", "state-0.json", "rank-0.json", MANIFEST]
+    return ["__0_0.distcp", ".metadata", "index.json", "state-0.json", "rank-0.json", MANIFEST]
 
 
 def test_a_checkpoint_consists_of_what_this_file_tests(two: LocalPlace) -> None:

@@ -16,7 +16,8 @@ from overnight.core.errors import OvernightError, from_dict
 from overnight.trainer.checkpoint.fence import claim, next_attempt
 from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
-from overnight.trainer.checkpoint.reader import Restored, complain, local_folder, newest_good
+from overnight.trainer.checkpoint.reading.finding import ALONE, Reader, complain, open_newest
+from overnight.trainer.checkpoint.reading.restored import Restored
 from overnight.trainer.checkpoint.saver import Saver
 from overnight.trainer.checkpoint.versions import versions
 from overnight.trainer.checkpoint.writing.order import Author
@@ -131,7 +132,7 @@ def join_group(environment: Environment, device: torch.device) -> tuple[dist.Pro
 
 
 def claim_origin(inputs: Inputs, group: dist.ProcessGroup | None) -> Origin:
-    """Finds the newest good checkpoint and fences the place off, on rank 0 for all.
+    """Reads the newest good checkpoint, on all ranks, and fences the place off, on rank 0 for all.
 
     Raises:
         NoUsableCheckpointError: The place has content that cannot be used.
@@ -141,27 +142,32 @@ def claim_origin(inputs: Inputs, group: dist.ProcessGroup | None) -> Origin:
     place = open_place(str(environment.checkpoints))
     _ignore_in_git(environment)
 
+    restored = None if inputs.fresh else open_newest(place, _reader(environment, group))
+    parent = restored.manifest.name if restored is not None else None
+
     def decide() -> dict[str, Any]:
         attempt = environment.attempt or next_attempt(place)
-        token = Token(attempt, environment.generation)
-        found = None if inputs.fresh else newest_good(place)
-        claim(place, token, found[0] if found else None, fresh=inputs.fresh)
-        return {
-            "attempt": attempt,
-            "parent": str(found[0]) if found else None,
-            "manifest": found and found[1].to_bytes(),
-        }
+        claim(place, Token(attempt, environment.generation), parent, fresh=inputs.fresh)
+        return {"attempt": attempt}
 
     decision = from_rank_zero(decide, group)
-    parent = CheckpointName.parse(decision["parent"]) if decision["parent"] else None
+    if restored is not None and environment.rank == 0:
+        _tell_resumed(place, restored.manifest, environment.world_size)
     environment = environment.numbered(decision["attempt"])
-    restored = None
-    if parent is not None:
-        manifest = Manifest.from_bytes(decision["manifest"])
-        restored = Restored(local_folder(place, parent), manifest, environment.rank)
-        if environment.rank == 0:
-            _tell_resumed(place, manifest, environment.world_size)
     return Origin(environment, place, Token(decision["attempt"], environment.generation), parent, restored)
+
+
+def _reader(environment: Environment, group: dist.ProcessGroup | None) -> Reader:
+    """This rank among those that read a checkpoint together."""
+    if group is None:
+        return ALONE
+
+    def gather(value: Any) -> list[Any]:
+        box: list[Any] = [None] * environment.world_size
+        dist.all_gather_object(box, value, group=group)
+        return box
+
+    return Reader(environment.rank, environment.world_size, environment.local_world_size, gather)
 
 
 def from_rank_zero(decide: Callable[[], dict[str, Any]], group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -8,9 +8,12 @@ BatchNorm buffers under data parallelism, loaders) is stored by each rank under 
 """
 
 import contextlib
+import io
 import json
 import pickle
+import struct
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,7 @@ import torch
 
 from overnight.core.errors import CheckpointError, FencedError, OvernightError, SaveFailedError, from_dict
 from overnight.trainer.checkpoint.fence import refuse_stale
-from overnight.trainer.checkpoint.index import private_key
+from overnight.trainer.checkpoint.index import INDEX, Chunk, Index, TensorEntry, index_to_bytes, private_key
 from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, describe, now_text
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place, sync_directory, write_atomic
 from overnight.trainer.checkpoint.state import Snapshot
@@ -125,7 +128,8 @@ class Writer:
         files = {file: FileEntry.from_json(entry) for body in bodies for file, entry in body["files"].items()}
         plans = [folder / f"plan-{rank}.pickle" for rank in range(1, author.world_size)]
         write_metadata(folder, [own_plan, *(pickle.loads(path.read_bytes()) for path in plans)])
-        for path in (folder / METADATA, *(folder / f"rank-{r}.json" for r in range(author.world_size))):
+        write_atomic(folder / INDEX, index_to_bytes(_index_of(folder)))
+        for path in (folder / METADATA, folder / INDEX, *(folder / f"rank-{r}.json" for r in range(author.world_size))):
             files[path.name] = describe(path.read_bytes())
         for path in (*plans, *folder.glob("digests-*.json")):  # they have served
             path.unlink()
@@ -161,7 +165,7 @@ class Writer:
     def _wait(self, folder: Path, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._author.timeout_seconds
         while not done():
-            for path in folder.glob("abort-*.json"):
+            for path in _aborts(folder):
                 raise _error_of(path)
             if time.monotonic() > deadline:
                 raise SaveFailedError(
@@ -169,6 +173,14 @@ class Writer:
                     hint="A rank has died or its disk is stuck; nothing was published.",
                 )
             time.sleep(POLL_SECONDS)
+
+
+def _aborts(folder: Path) -> list[Path]:
+    """Files by which ranks gave up; none where the folder has just been renamed, which is what is waited for."""
+    try:
+        return list(folder.glob("abort-*.json"))
+    except FileNotFoundError:
+        return []
 
 
 def _error_of(abort: Path) -> OvernightError:
@@ -207,6 +219,30 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], rank: int, wor
     if len(results) != len(tensors) or short:
         raise SaveFailedError(f"{len(results)} of {len(tensors)} tensors were written, short files: {short or 'none'}")
     return replace(plan, planner_data=None), results
+
+
+def _index_of(folder: Path) -> Index:
+    """Where the raw bytes of each tensor lie, from DCP's metadata and the archives that it points to."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    metadata = FileSystemReader(folder).read_metadata()
+    index: Index = {}
+    for item, stored in (metadata.storage_data or {}).items():
+        record = stored.offset, stored.length
+        with (folder / stored.relative_path).open("rb") as file:
+            file.seek(stored.offset)
+            with zipfile.ZipFile(io.BytesIO(file.read(stored.length))) as archive:
+                data = next((info for info in archive.infolist() if info.filename.endswith("/data/0")), None)
+            offset, num_bytes = stored.offset, 0
+            if data is not None:
+                file.seek(stored.offset + data.header_offset + 26)
+                name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+                offset, num_bytes = file.tell() + name_bytes + extra_bytes, data.file_size
+        described: Any = metadata.state_dict_metadata[item.fqn]
+        dtype, shape = str(described.properties.dtype).removeprefix("torch."), tuple(described.size)
+        chunk = Chunk(stored.relative_path, offset, num_bytes, (0,) * len(shape), shape, record, "")
+        index[item.fqn] = TensorEntry(dtype, shape, (chunk,))
+    return index
 
 
 def write_metadata(folder: Path, plans_and_results: Sequence[tuple[Any, Any]]) -> None:

@@ -1,0 +1,192 @@
+"""Which checkpoint a run goes on from: the newest good one of the newest lineage, and what was passed over on the way.
+
+Only what a manifest vouches for exists. A place that holds checkpoints of which none can be used is an error, never
+step 0; a store that does not answer is an error too, never a reason to take an older checkpoint.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from overnight.core.errors import CorruptCheckpointError, NoUsableCheckpointError, OvernightError, from_dict
+from overnight.trainer.checkpoint.manifest import Manifest
+from overnight.trainer.checkpoint.place import CheckpointName, Place, open_place
+from overnight.trainer.checkpoint.reading.lineage import lineage, outrun
+from overnight.trainer.checkpoint.reading.source import open_source, patiently
+from overnight.trainer.checkpoint.reading.verification import foreign_files, manifest_of, verify
+
+if TYPE_CHECKING:
+    from overnight.trainer.checkpoint.reading.restored import Restored
+
+T = TypeVar("T")
+Gather = Callable[[Any], Sequence[Any]]
+"""Gives each rank what all of them gave, in order of rank; every rank calls it."""
+
+
+def complain(text: str) -> None:
+    """Tells the person who reads the run's output."""
+    print(f"overnight: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One of the ranks that read a checkpoint together.
+
+    Attributes:
+        rank, world_size, local_world_size: As torchrun sets them.
+        gather: How they hear of each other.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    gather: Gather = lambda value: [value]
+
+
+ALONE = Reader()
+
+
+def newest_good(
+    place: Place | str | Path, complaints: Callable[[str], None] = complain
+) -> tuple[CheckpointName, Manifest] | None:
+    """The newest usable checkpoint, every byte verified.
+
+    Args:
+        place: A place, path or URL.
+        complaints: Called with one line for whatever is passed over.
+
+    Returns:
+        None when nothing was ever committed.
+
+    Raises:
+        NoUsableCheckpointError: There are checkpoints (or foreign files), but none that can be used.
+        UnavailableError: A remote place does not answer.
+    """
+    place = place if isinstance(place, Place) else open_place(place)
+
+    def look(name: CheckpointName) -> tuple[CheckpointName, Manifest]:
+        source = open_source(place, name)
+        manifest = manifest_of(source, name)
+        extra = foreign_files(source, manifest)
+        verify(source, manifest.files)
+        _name_extra(name, extra, complaints)
+        return name, manifest
+
+    return _first_good(place, look, ALONE, complaints)
+
+
+def open_newest(
+    place: Place, reader: Reader = ALONE, complaints: Callable[[str], None] = complain
+) -> "Restored | None":
+    """The newest usable checkpoint, read and verified in one pass; all ranks call it and get the same one.
+
+    Each rank reads what it will want and its share of the rest, so that together they have seen every byte. If any of
+    them finds damage, all go on to the next checkpoint. Nothing live has been touched by then.
+
+    Args:
+        place: The place.
+        reader: This rank.
+        complaints: Called on rank 0 with one line for whatever is passed over.
+
+    Returns:
+        The content that this rank wants, held in memory; None when nothing was ever committed.
+
+    Raises:
+        NoUsableCheckpointError: There are checkpoints (or foreign files), but none that can be used.
+        UnavailableError: A remote place does not answer.
+    """
+    from overnight.trainer.checkpoint.reading.restored import Restored  # torch
+
+    def read(name: CheckpointName) -> "Restored":
+        source = open_source(place, name)
+        manifest = manifest_of(source, name)
+        extra = foreign_files(source, manifest) if reader.rank == 0 else []
+        restored = Restored(source, manifest, reader.rank, reader.local_world_size)
+        restored.hold(reader.rank, reader.world_size)
+        _name_extra(name, extra, complaints)
+        return restored
+
+    return _first_good(place, read, reader, complaints)
+
+
+def _first_good(
+    place: Place, look: Callable[[CheckpointName], T], reader: Reader, complaints: Callable[[str], None]
+) -> T | None:
+    """Tries the checkpoints of the newest lineage in turn, on all ranks at once."""
+    say = complaints if reader.rank == 0 else _say_nothing
+    names, stale, foreign = reader.gather(_together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
+    reasons: list[str] = []
+    for name in (parsed for text in names if (parsed := CheckpointName.parse(text))):
+        try:
+            found = _together(reader, functools.partial(look, name))
+        except CorruptCheckpointError as error:
+            reasons.append(f"{name}: {error.message}")
+            say(f"passed over {name}: {error.message}")
+            continue
+        for step, line in stale:
+            if step > name.step:
+                say(line)
+        if foreign:
+            say(f"{place} holds other files too: {', '.join(foreign[:5])}; they were left alone")
+        return found
+    _require_nothing(place, reasons, foreign)
+    return None
+
+
+def _list(place: Place) -> tuple[list[str], list[tuple[int, str]], list[str]]:
+    """Names to try, what stale attempts left with step and complaint, and what is not ours.
+
+    Raises:
+        UnavailableError: The place cannot be listed.
+    """
+
+    def look() -> tuple[list[str], list[tuple[int, str]], list[str]]:
+        names = [str(name) for name in lineage(place)]
+        stale = [(name.step, f"passed over {name}: {reason}") for name, reason in outrun(place)]
+        return names, stale, place.foreign() if names or not place.tokens() else []
+
+    return patiently(str(place), look)
+
+
+def _require_nothing(place: Place, reasons: list[str], foreign: list[str]) -> None:
+    if reasons:
+        raise NoUsableCheckpointError(
+            f"{place} holds {len(reasons)} checkpoint(s) of which none can be used: {'; '.join(reasons)[:2000]}",
+            hint="Repair or move that folder away to start from step 0, or pass --fresh.",
+        )
+    if foreign:
+        raise NoUsableCheckpointError(
+            f"{place} holds no checkpoint of overnight, but other files: {', '.join(foreign[:5])}",
+            hint="Use an empty folder as checkpoint place.",
+        )
+
+
+def _together(reader: Reader, action: Callable[[], T]) -> T:
+    """Does something on all ranks; an error of any is raised on all of them, the lowest rank's where there are several.
+
+    Returns:
+        What it gave on this rank.
+    """
+    outcome: T | OvernightError
+    try:
+        outcome = action()
+    except OvernightError as error:
+        outcome = error
+    own = outcome.to_dict() if isinstance(outcome, OvernightError) else None
+    first = next((failure for failure in reader.gather(own) if failure is not None), None)
+    if first is not None:
+        raise outcome if isinstance(outcome, OvernightError) and first == own else from_dict(first)
+    assert not isinstance(outcome, OvernightError)
+    return outcome
+
+
+def _name_extra(name: CheckpointName, extra: list[str], complaints: Callable[[str], None]) -> None:
+    if extra:
+        complaints(f"{name} holds files that its manifest does not list: {', '.join(extra[:5])}; they were not read")
+
+
+def _say_nothing(text: str) -> None:
+    pass
