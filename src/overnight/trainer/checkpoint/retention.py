@@ -1,32 +1,149 @@
-"""Keeping the newest checkpoints of one token; whatever others wrote is not ours to delete."""
+"""Which checkpoints stay: the newest, the best by a metric, one every so many steps, and whatever is pinned.
 
-import shutil
+An attempt deletes only what it wrote itself. What is left of others is for whoever knows that nobody works on the trial
+any more, see :mod:`overnight.trainer.checkpoint.sweep`.
+"""
 
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from overnight.core.errors import BadInputError
+from overnight.trainer.checkpoint.pins import PinWatch
 from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, Place
+from overnight.trainer.checkpoint.summary import Summary, summarize
+from overnight.trainer.checkpoint.trash import discard
+
+_HINT = 'Like keep=2, keep_every=10_000, keep_best=("val_accuracy", "max", 3).'
 
 
-def prune(place: Place, newest: CheckpointName, keep: int) -> list[CheckpointName]:
-    """Deletes what this token wrote and needs no longer, after ``newest`` was committed and verified.
+@dataclass(frozen=True)
+class Retention:
+    """Which of a run's checkpoints stay.
 
-    The newest ``keep`` checkpoints of the token stay; its unfinished folders of earlier saves go. A folder first loses
-    its name, so that a reader never meets half a checkpoint.
+    Attributes:
+        keep: The newest so many, at least 1.
+        keep_every: Also the first one at or after each multiple of so many updates, for good; None for none.
+        best: Also the ``n`` best by a metric that the script reports: ``(metric, "min" or "max", n)``. Of checkpoints
+            with the same value the one right after the report counts, since later weights were not measured.
+
+    Raises:
+        BadInputError: A number below 1, or ``best`` of another form.
+    """
+
+    keep: int = 2
+    keep_every: int | None = None
+    best: tuple[str, str, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.keep):
+            raise BadInputError(f"keep={self.keep!r} is no number of checkpoints", hint=_HINT)
+        if self.keep_every is not None and not _is_count(self.keep_every):
+            raise BadInputError(f"keep_every={self.keep_every!r} is no number of updates", hint=_HINT)
+        if self.best is not None and not _is_best(self.best):
+            raise BadInputError(f"keep_best={self.best!r} is not (metric, 'min' or 'max', number)", hint=_HINT)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"keep": self.keep, "keep_every": self.keep_every, "best": list(self.best) if self.best else None}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "Retention":
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            BadInputError: It is none.
+        """
+        best = body.get("best")
+        return cls(body.get("keep", 2), body.get("keep_every"), tuple(best) if best is not None else None)
+
+    def reasons(self, found: Iterable[Summary]) -> dict[CheckpointName, str]:
+        """Which of some checkpoints of one lineage stay, and why.
+
+        Args:
+            found: The checkpoints, in any order.
+        """
+        summaries = sorted(found, key=lambda summary: summary.name)
+        reasons: dict[CheckpointName, str] = {}
+        for summary in summaries[-self.keep :]:
+            reasons[summary.name] = f"among the newest {self.keep}"
+        for name in self._milestones(summary.name for summary in summaries):
+            reasons.setdefault(name, f"the first from a multiple of {self.keep_every} on")
+        for place, summary in enumerate(self._best(summaries), 1):
+            assert self.best is not None
+            metric = self.best[0]
+            reasons.setdefault(summary.name, f"number {place} by {metric} ({summary.metrics[metric]:g})")
+        return reasons
+
+    def _milestones(self, names: Iterable[CheckpointName]) -> list[CheckpointName]:
+        if self.keep_every is None:
+            return []
+        first: dict[int, CheckpointName] = {}
+        for name in names:
+            if (number := name.step // self.keep_every) > 0:
+                first[number] = min(name, first.get(number, name), key=lambda one: (one.step, one.token, one.save))
+        return list(first.values())
+
+    def _best(self, summaries: list[Summary]) -> list[Summary]:
+        if self.best is None:
+            return []
+        metric, mode, number = self.best
+        sign = 1 if mode == "min" else -1
+        measured: dict[float, Summary] = {}
+        for summary in summaries:
+            value = summary.metrics.get(metric, math.nan)
+            if math.isfinite(value):
+                measured.setdefault(value, summary)
+        ranked = sorted(measured.items(), key=lambda item: sign * item[0])
+        return [summary for _, summary in ranked[:number]]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_best(best: Any) -> bool:
+    if not isinstance(best, tuple) or len(best) != 3:
+        return False
+    metric, mode, number = best
+    return isinstance(metric, str) and bool(metric) and mode in ("min", "max") and _is_count(number)
+
+
+def prune(
+    place: Place, newest: CheckpointName, retention: Retention, watch: PinWatch | None = None
+) -> list[CheckpointName]:
+    """Deletes what a token wrote and needs no longer, after ``newest`` was committed and verified.
+
+    Only the token's own checkpoints are looked at, and its unfinished folders of earlier saves. ``newest`` stays, as
+    does all that is pinned.
 
     Args:
         place: The place.
-        newest: What has just been committed.
-        keep: How many of the token's checkpoints stay, at least 1.
+        newest: What has just been committed: the last good one.
+        retention: What stays.
+        watch: Knows stale pins; without, pins from other machines all count as living.
 
     Returns:
         The deleted checkpoints.
+
+    Raises:
+        OSError: The file system refuses to delete.
     """
+    watch = watch or PinWatch()
     own = [name for name in place.checkpoints() if name.token == newest.token]
-    doomed = [name for name in own[: -max(1, keep)] if name != newest]
-    for name in doomed:
-        trash = place.root / f".trash-{name}"
-        place.path(name).rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+    if newest not in own:
+        return []  # it was taken away: whatever else is there may be the last good one
+    staying = retention.reasons(summarize(place, name) for name in own).keys() | watch.living(place).keys()
+    doomed = [name for name in own if name not in staying and name != newest]
+    deleted = [name for name in doomed if discard(place, str(name), partial(_is_pinned, place, name, watch))]
     for entry in place.entries():
-        name_or_none = CheckpointName.parse(entry.removesuffix(PARTIAL)) if entry.endswith(PARTIAL) else None
-        if name_or_none is not None and name_or_none.token == newest.token and name_or_none < newest:
-            shutil.rmtree(place.root / entry, ignore_errors=True)
-    return doomed
+        unfinished = CheckpointName.parse(entry.removesuffix(PARTIAL)) if entry.endswith(PARTIAL) else None
+        if unfinished is not None and unfinished.token == newest.token and unfinished < newest:
+            discard(place, entry)
+    return deleted
+
+
+def _is_pinned(place: Place, name: CheckpointName, watch: PinWatch) -> bool:
+    return name in watch.living(place)

@@ -14,8 +14,9 @@ from overnight.core.errors import CheckpointError
 from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place
 from overnight.trainer.checkpoint.reader import Restored, complain
-from overnight.trainer.checkpoint.retention import prune
-from overnight.trainer.checkpoint.state import Snapshot, put_back, require_trackable, stage, state_of
+from overnight.trainer.checkpoint.retention import Retention, prune
+from overnight.trainer.checkpoint.state import Snapshot, stage
+from overnight.trainer.checkpoint.tracked import device_for, put_back, require_trackable, state_of
 from overnight.trainer.checkpoint.writer import Author, Writer
 
 INTERNAL = "$"
@@ -48,7 +49,7 @@ class Saver:
         self._writer = Writer(place, author, before_publish)
         self._restored = restored
         self._device = device
-        self._keep = keep
+        self._retention = Retention(keep)
         self._tracked: dict[str, Any] = {}
         self._saves: dict[int, int] = {}
         self._committed: tuple[int, str] | None = None
@@ -83,8 +84,7 @@ class Saver:
                 complain(f"{name!r} is not in {restored.manifest.name}: it keeps the state that it has")
             return
         try:
-            plain = isinstance(obj, dict)
-            put_back(obj, restored.state(name, self._device if plain else None), self._device)
+            put_back(obj, restored.state(name, device_for(obj, self._device)), self._device)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the state of {name!r} in {restored.manifest.name} does not fit: {error}",
@@ -133,7 +133,7 @@ class Saver:
         self._committed = (snapshot.step, content)
         self.num_bytes = manifest.num_bytes if manifest is not None else snapshot.num_bytes
         if manifest is not None:
-            prune(self._place, name, self._keep)
+            prune(self._place, name, self._retention)
         self.seconds = time.monotonic() - started
         return manifest
 

@@ -1,0 +1,91 @@
+"""What tidying needs to know of a checkpoint, read leniently.
+
+Deleting must err on the side of keeping: a manifest of a later version, or a damaged one, still says which shared
+folders it needs. So nothing is verified here and no format is asked for; who restores uses the manifest itself.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from overnight.trainer.checkpoint.manifest import MANIFEST
+from overnight.trainer.checkpoint.place import CheckpointName, Place
+
+_BASE = re.compile(rb"base-[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A checkpoint in a few words.
+
+    Attributes:
+        name: Its name.
+        readable: Whether its manifest is there and is JSON.
+        bases: Names of shared folders that it mentions.
+        metrics: What the script had reported by then.
+        num_bytes: Of the files in its own folder, as listed.
+        created_at: ISO 8601, empty if unknown; for people and for "oldest first", never for safety.
+        kind: Why it was saved.
+        world_size: Ranks that wrote it, 0 if unknown.
+        retention: The rules of the run that wrote it, as JSON; empty if unknown.
+    """
+
+    name: CheckpointName
+    readable: bool = False
+    bases: frozenset[str] = frozenset()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
+    created_at: str = ""
+    kind: str = ""
+    world_size: int = 0
+    retention: Mapping[str, Any] = field(default_factory=dict)
+
+
+def summarize(place: Place, name: CheckpointName) -> Summary:
+    """The summary of a published checkpoint, whatever its condition. Read once: manifests never change."""
+    try:
+        return _read(place, name)
+    except OSError:
+        return Summary(name)
+
+
+@lru_cache(maxsize=4096)
+def _read(place: Place, name: CheckpointName) -> Summary:
+    data = place.read(f"{name}/{MANIFEST}")
+    bases = frozenset(found.decode() for found in _BASE.findall(data))
+    body: Any = None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        body = json.loads(data)["body"]
+    if not isinstance(body, dict):
+        return Summary(name, bases=bases)
+    world_size, retention = body.get("world_size"), body.get("retention")
+    return Summary(
+        name,
+        readable=True,
+        bases=bases,
+        metrics=_numbers(body.get("metrics")),
+        num_bytes=_own_bytes(body.get("files")),
+        created_at=str(body.get("created_at", "")),
+        kind=str(body.get("kind", "")),
+        world_size=world_size if isinstance(world_size, int) else 0,
+        retention=retention if isinstance(retention, dict) else {},
+    )
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    if not isinstance(found, dict):
+        return {}
+    return {str(key): float(value) for key, value in found.items() if isinstance(value, int | float)}
+
+
+def _own_bytes(files: Any) -> int:
+    if not isinstance(files, dict):
+        return 0
+    sizes = [
+        entry.get("size") for path, entry in files.items() if isinstance(entry, dict) and not path.startswith("../")
+    ]
+    return sum(size for size in sizes if isinstance(size, int))

@@ -1,0 +1,56 @@
+"""Checkpoint places for tests of what tidies them: real folders with small real files, thousands of them a second."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from overnight.trainer.checkpoint.fence import claim
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
+
+
+def lay(
+    place: LocalPlace,
+    step: int,
+    token: Token = Token(1),
+    *,
+    save: int = 1,
+    metrics: Mapping[str, float] | None = None,
+    bases: Iterable[str] = (),
+    num_bytes: int = 8,
+    **body: Any,
+) -> CheckpointName:
+    """A published checkpoint with one data file; it looks like one, but nobody could restore from it."""
+    name = CheckpointName(step, token, save)
+    folder = place.path(name)
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"x" * num_bytes)
+    files = {"data": {"size": num_bytes}}
+    for base in bases:
+        (place.root / base).mkdir(exist_ok=True)
+        (place.root / base / "data").write_bytes(b"frozen")
+        files[f"../{base}/data"] = {"size": 6}
+    whole = {"step": step, "metrics": dict(metrics or {}), "files": files, **body}
+    (folder / "manifest.json").write_text(json.dumps({"body": whole}))
+    return name
+
+
+def begin(place: LocalPlace, token: Token, parent: CheckpointName | None = None, *, fresh: bool = False) -> None:
+    """A start of the trial: its fence."""
+    claim(place, token, parent, fresh=fresh)
+
+
+def steps(place: LocalPlace) -> list[tuple[int, int]]:
+    """Attempt and step of every published checkpoint, sorted."""
+    return sorted((name.token.attempt, name.step) for name in place.checkpoints())
+
+
+def fingerprint(folder: Path) -> str:
+    """Of every file below a folder, names and contents."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0")
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
