@@ -40,6 +40,8 @@ PEER_SECONDS = 5.0
 FLUSH_SECONDS = 5.0
 TICK_SECONDS = 0.1
 SYNC_SECONDS = 1.0
+HEAD_START_SECONDS = 0.02
+"""The ranks go first: where cores are few, talk with the server would hold up the first lines of the script."""
 
 
 def main(handover: dict[str, Any], seat: Seat | None = None) -> NoReturn:
@@ -259,6 +261,7 @@ class Supervisor:
         return self._all_gone
 
     async def _deliver(self) -> None:
+        await asyncio.sleep(HEAD_START_SECONDS)
         try:
             await self._delivery.run()
         except StaleError:
@@ -266,6 +269,7 @@ class Supervisor:
 
     async def _listen(self) -> None:
         link = ServerLink(Path(self._order["server_file"]), Path(self._order["token_file"]))
+        await asyncio.sleep(HEAD_START_SECONDS)
         try:
             await follow_directives(link, self._order["attempt_id"], self._on_server_directive)
         except StaleError:
