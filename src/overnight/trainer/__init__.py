@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from overnight.trainer.exits import EXIT_LEFT, Interrupted, Left, Stopped, Yielded
 
 if TYPE_CHECKING:
+    from overnight.trainer.boundary import Every
     from overnight.trainer.checkpoint.reader import inspect, newest_good
     from overnight.trainer.data.loader import DataLoader
     from overnight.trainer.execution import Run
@@ -66,8 +67,10 @@ def __dir__() -> list[str]:
 def run(
     defaults: Mapping[str, Any] | None = None,
     *,
-    every: int | str | None = "auto",
+    every: "Every" = "auto",
     keep: int = 2,
+    keep_every: int | None = None,
+    keep_best: tuple[str, str] | tuple[str, str, int] | None = None,
     fresh: bool = False,
     seed: int = 0,
 ) -> "Run":
@@ -77,17 +80,24 @@ def run(
         defaults: Params with their default values; these also give the types of ``--name value`` flags. Under overnight
             the trial's params overlay them.
         every: When to checkpoint: a number of updates, a time such as ``"30s"`` or ``"5m"``, ``"epoch"``, ``"auto"``
-            (an interval from the measured cost), or None for only at yields and at the end.
-        keep: Checkpoints that stay, at least 1.
+            (an interval from what saves cost and how often ranks fail), several of these in a tuple, or None for only
+            at yields and at the end.
+        keep: The newest so many checkpoints stay, at least 1.
+        keep_every: The first checkpoint at or after each multiple of so many updates stays too.
+        keep_best: The best checkpoints by a metric that the script reports stay too: ``("val_loss", "min")`` the best
+            one, ``("val_accuracy", "max", 3)`` three.
         fresh: Ignore earlier checkpoints of this run, as the flag ``--fresh`` does.
         seed: Used when the trial does not bring one. Python, numpy and torch are seeded from it on entry (the same on
             all ranks, so that weights start equal) and again, per rank, when the first loop begins.
 
     Raises:
-        BadInputError: On entry: a param, flag or variable that cannot be right.
+        BadInputError: A rule about checkpoints that makes no sense; on entry, a param, flag or variable that cannot be
+            right.
         NoUsableCheckpointError: On entry: there are checkpoints, but none that can be used.
         FencedError: On entry: a newer start of the same trial owns its checkpoints.
     """
+    from overnight.trainer.checkpoint.retention import Retention
     from overnight.trainer.execution import Run
 
-    return Run(defaults or {}, every=every, keep=keep, fresh=fresh, seed=seed)
+    best = (*keep_best, 1) if isinstance(keep_best, tuple) and len(keep_best) == 2 else keep_best
+    return Run(defaults or {}, every=every, retention=Retention(keep, keep_every, best), fresh=fresh, seed=seed)

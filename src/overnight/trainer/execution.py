@@ -15,9 +15,10 @@ import torch.distributed as dist
 from overnight.core.errors import BadInputError, CheckpointError
 from overnight.trainer import rng
 from overnight.trainer.agreement import Agreement, Spot, Wishes
-from overnight.trainer.boundary import Leave, Policy, Signals
+from overnight.trainer.boundary import Every, Leave, Policy, Signals
 from overnight.trainer.checkpoint.place import write_atomic
 from overnight.trainer.checkpoint.reader import complain
+from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.saver import INTERNAL
 from overnight.trainer.cursor import Cursor, Pending, Reader
 from overnight.trainer.data.loader import DataLoader
@@ -64,11 +65,11 @@ class Run:
     trial_dir: Path
 
     def __init__(
-        self, defaults: Mapping[str, Any], *, every: int | str | None, keep: int, fresh: bool, seed: int
+        self, defaults: Mapping[str, Any], *, every: Every, retention: Retention, fresh: bool, seed: int
     ) -> None:
         self._defaults = dict(defaults)
         self._every = every
-        self._keep = keep
+        self._retention = retention
         self._fresh = fresh
         self.seed = seed
         self._entered = False
@@ -113,7 +114,7 @@ class Run:
         if self.rank == 0:
             self._link.send("/v1/forked", {"step": self._origin.parent.step if self._origin.parent else 0})
         self.trial_dir, self._attempt_dir = self._origin.trial_dir, self._origin.attempt_dir
-        self._saver = make_saver(self._origin, self.seed, self.device, self._keep, before_publish=self._flush)
+        self._saver = make_saver(self._origin, self.seed, self.device, self._retention, before_publish=self._flush)
         self.state = {}
         self._saver.track(STATE, self.state)
         self._reached = Reached(self.trial_dir, self._attempt_dir)

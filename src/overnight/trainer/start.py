@@ -18,6 +18,7 @@ from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
 from overnight.trainer.checkpoint.reading.finding import ALONE, Reader, complain, open_newest
 from overnight.trainer.checkpoint.reading.restored import Restored
+from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.saver import Saver
 from overnight.trainer.checkpoint.versions import versions
 from overnight.trainer.checkpoint.writing.order import Author
@@ -192,13 +193,13 @@ def from_rank_zero(decide: Callable[[], dict[str, Any]], group: dist.ProcessGrou
 
 
 def make_saver(
-    origin: Origin, seed: int, device: torch.device, keep: int, *, before_publish: Callable[[], None]
+    origin: Origin, seed: int, device: torch.device, retention: Retention, *, before_publish: Callable[[], None]
 ) -> Saver:
     """The saver of this rank; ``before_publish`` is called on rank 0 before a checkpoint can be seen."""
     environment = origin.environment
     rank, world_size = environment.rank, environment.world_size
     author = Author(token=origin.token, parent=origin.parent, rank=rank, world_size=world_size, seed=seed)
-    return Saver(origin.place, author, origin.restored, device, keep, before_publish=before_publish)
+    return Saver(origin.place, author, origin.restored, device, retention, before_publish=before_publish)
 
 
 def open_record(origin: Origin) -> SampleRecord:

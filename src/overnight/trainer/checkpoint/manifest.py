@@ -100,6 +100,8 @@ class Manifest:
         metrics: Latest values by name at the save.
         position: ``loops``, the names of the open ones, and ``loaders`` with their epoch and position.
         content: Hash of the whole state, to prove that nothing changed.
+        retention: Which checkpoints of the run stay, see :class:`overnight.trainer.checkpoint.retention.Retention`; for
+            whoever tidies up when no attempt is left to do it.
         files: By path relative to the checkpoint's folder; frozen tensors lie in ``../base-<hash>/``, which several
             checkpoints share.
     """
@@ -119,6 +121,7 @@ class Manifest:
     envelope: dict[str, Any] = field(default_factory=dict)
     kind: str = "periodic"
     metrics: dict[str, float] = field(default_factory=dict)
+    retention: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT
 

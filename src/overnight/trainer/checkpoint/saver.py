@@ -11,12 +11,13 @@ import torch
 import xxhash
 
 from overnight.core.errors import CheckpointError
+from overnight.trainer.checkpoint.handover import Handover
 from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place
 from overnight.trainer.checkpoint.reader import Restored, complain
 from overnight.trainer.checkpoint.retention import Retention, prune
 from overnight.trainer.checkpoint.state import Snapshot, stage
-from overnight.trainer.checkpoint.tracked import device_for, put_back, require_trackable, state_of
+from overnight.trainer.checkpoint.tracked import require_trackable, state_of
 from overnight.trainer.checkpoint.writer import Author, Writer
 
 INTERNAL = "$"
@@ -31,7 +32,7 @@ class Saver:
         author: Who writes.
         restored: The checkpoint from which the run goes on, None at step 0.
         device: Of the run.
-        keep: How many checkpoints of this token stay.
+        retention: Which checkpoints of this token stay.
         before_publish: See :class:`~overnight.trainer.checkpoint.writer.Writer`.
     """
 
@@ -41,15 +42,21 @@ class Saver:
         author: Author,
         restored: Restored | None,
         device: torch.device,
-        keep: int,
+        retention: Retention,
         before_publish: Callable[[], None],
     ) -> None:
         self._place = place
         self._author = author
         self._writer = Writer(place, author, before_publish)
-        self._restored = restored
-        self._device = device
-        self._retention = Retention(keep)
+        self._handover = restored and Handover(
+            restored,
+            device,
+            rank=author.rank,
+            world_size=author.world_size,
+            seed=author.seed,
+            complain=complain,
+        )
+        self._retention = retention
         self._tracked: dict[str, Any] = {}
         self._saves: dict[int, int] = {}
         self._committed: tuple[int, str] | None = None
@@ -73,28 +80,14 @@ class Saver:
         if name in self._tracked and self._tracked[name] is not obj:
             raise CheckpointError(f"{name!r} is tracked already", hint="Give the other object another name.")
         require_trackable(name, obj)
-        if name not in self._tracked and self._restored is not None:
-            self._give_back(name, obj, self._restored)
+        is_new = name not in self._tracked
+        given = is_new and self._handover is not None and self._handover.give_back(name, obj)
         self._tracked[name] = obj
-        return self._restored is not None and name in self._restored.names
-
-    def _give_back(self, name: str, obj: Any, restored: Restored) -> None:
-        if name not in restored.names:
-            if self._author.rank == 0:
-                complain(f"{name!r} is not in {restored.manifest.name}: it keeps the state that it has")
-            return
-        try:
-            put_back(obj, restored.state(name, device_for(obj, self._device)), self._device)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"the state of {name!r} in {restored.manifest.name} does not fit: {error}",
-                hint="The script builds another object than the saved one. Undo that, or start anew (--fresh).",
-            ) from error
+        return given
 
     def missing(self) -> list[str]:
         """Objects in the checkpoint that the run has not tracked."""
-        names = self._restored.names if self._restored is not None else []
-        return [name for name in names if not name.startswith(INTERNAL) and name not in self._tracked]
+        return self._handover.missing(self._tracked) if self._handover is not None else []
 
     def stage(self, step: int, internal: Mapping[str, Any], position: dict[str, Any]) -> Snapshot:
         """Copies the state of this moment.
