@@ -36,7 +36,7 @@ check: setup  ## lint, types, import rules, migrations
 bench: setup  ## measure against peers, side by side
 	@for b in benchmarks/[!_]*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
 
-soak: setup  ## long tests
+soak: setup  ## long tests; stopped, it goes on where it was (folder .soak)
 	$(BIN)/python -m pytest -m soak --timeout 7200
 
 shots: setup  ## screenshots for the README

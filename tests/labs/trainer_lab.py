@@ -67,4 +67,5 @@ def main() -> None:
         print(json.dumps(statuses), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What a soak tries: trainings, and disturbances at random moments. All of it follows from the dice alone."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = ("mlp", "cnn", "gpt")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training and how it is started."""
+
+    kind: str
+    ranks: int
+    epochs: int = 6
+    every: str = "4"
+    keep: int = 2
+    save_every: int = 5
+    workers: int = 0
+    elastic: bool = False
+    """The number of ranks differs from start to start: the order of samples must not, the last bits may."""
+
+    @property
+    def reference(self) -> tuple[Any, ...]:
+        """What decides the undisturbed training."""
+        return self.kind, self.ranks, self.epochs
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What is done, and when.
+
+    Attributes:
+        what: ``rank`` ``any`` ``two`` ``all`` (SIGKILL of a rank, of any process of the group, of two at once, of all),
+            ``yield`` (SIGTERM to a rank), ``stop`` (SIGSTOP of any process, SIGCONT ``pause_seconds`` later),
+            ``zombie`` (all are stopped, the next start begins, and then they go on).
+        when: ``start`` (seconds after it), ``update`` (after so many), ``save`` (the so-many-th save begins),
+            ``commit`` (the so-many-th is published).
+        amount: Of ``when``.
+        delay_seconds: After that moment.
+        pause_seconds: Length of a ``stop``.
+        lets_peers_end: Whether the rest of a gang may find out by itself, or is killed as a supervisor does.
+    """
+
+    what: str
+    when: str
+    amount: float
+    delay_seconds: float
+    pause_seconds: float
+    lets_peers_end: bool
+
+
+def draw_config(dice: random.Random, ranks: tuple[int, ...], *, elastic: bool = False) -> Config:
+    """A training."""
+    kind = dice.choice(KINDS)
+    return Config(
+        kind=kind,
+        ranks=dice.choice(ranks),
+        every=dice.choice(["2", "3", "4", "7", "0.05s", "epoch"]),
+        keep=dice.choice([1, 2, 3]),
+        save_every=dice.choice([2, 5, 9]),
+        workers=dice.choice([0, 0, 2]) if kind == "cnn" else 0,
+        elastic=elastic and dice.random() < 0.15,
+    )
+
+
+def draw_disturbance(dice: random.Random) -> Disturbance:
+    """A disturbance."""
+    what = dice.choices(["rank", "any", "two", "all", "yield", "stop", "zombie"], weights=[30, 20, 10, 15, 10, 10, 5])[
+        0
+    ]
+    when = dice.choices(["start", "update", "save", "commit"], weights=[25, 30, 30, 15])[0]
+    amount = {"start": dice.uniform(0, 0.4), "update": dice.randint(1, 14)}.get(when, dice.randint(1, 4))
+    return Disturbance(
+        what=what,
+        when=when,
+        amount=float(amount),
+        delay_seconds=dice.choice([0.0, dice.uniform(0, 0.004), dice.uniform(0, 0.03)]),
+        pause_seconds=dice.choice([0.02, 0.1, 0.4]),
+        lets_peers_end=dice.random() < 0.5,
+    )
