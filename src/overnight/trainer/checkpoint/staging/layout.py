@@ -1,0 +1,109 @@
+"""Where each tensor lies in the arena: computed once, kept as long as the state has the same form."""
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from overnight.trainer.checkpoint.staging.gather import Gather
+from overnight.trainer.checkpoint.state import Encoded, Leaf
+from overnight.trainer.checkpoint.writing.order import Piece
+
+
+class Way(IntEnum):
+    """How a tensor gets into the arena; all of one way lie together."""
+
+    NOW = 0
+    """At the boundary, in one call for all."""
+
+    STRIDED = 1
+    """At the boundary, by torch, since its memory is not its content: not contiguous, or conjugated."""
+
+    DEVICE = 2
+    """By the device itself, in the order of its stream."""
+
+    LATER = 3
+    """While training goes on."""
+
+
+Signature = list[tuple[str, Way, object, object]]
+
+
+def signature_of(leaves: Iterable[Leaf], ways: Iterable[Way]) -> Signature:
+    """What a layout depends on."""
+    return [(leaf.key, way, leaf.tensor.dtype, leaf.tensor.shape) for leaf, way in zip(leaves, ways, strict=True)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A place in the arena for every leaf.
+
+    Attributes:
+        signature: See :func:`signature_of`.
+        pieces: All tensors, as the writer wants them, in the order of the arena.
+        order: Index of the leaf behind each piece.
+        names: For each piece the tracked object that it was found in first.
+        groups: For each way its pieces.
+        size: Bytes.
+    """
+
+    signature: Signature
+    pieces: tuple[Piece, ...]
+    order: tuple[int, ...]
+    names: tuple[str, ...]
+    groups: tuple[Gather, ...]
+    size: int
+
+    def members(self, way: Way) -> range:
+        """Indices of the pieces that go one way."""
+        start = sum(len(group) for group in self.groups[:way])
+        return range(start, start + len(self.groups[way]))
+
+    def pick(self, leaves: Sequence[Leaf], way: Way) -> list[Leaf]:
+        """The leaves that go one way, in the order of the arena."""
+        return [leaves[self.order[index]] for index in self.members(way)]
+
+
+def lay_out(encoded: Encoded, ways: Sequence[Way], signature: Signature, frozen: Container[int]) -> Layout:
+    """Gives every leaf its place.
+
+    Args:
+        encoded: The state.
+        ways: Of its leaves.
+        signature: Of both.
+        frozen: Addresses of parameters that no optimizer is expected to change.
+    """
+    leaves = list(encoded.leaves.values())
+    order: list[int] = []
+    groups: list[Gather] = []
+    end = 0
+    for way in Way:
+        indices = [index for index, chosen in enumerate(ways) if chosen is way]
+        groups.append(Gather(end, [leaves[index].tensor.nbytes for index in indices]))
+        end = groups[-1].end
+        order += indices
+    offsets = [int(offset) for group in groups for offset in group.offsets]
+    pieces = tuple(_piece(leaves[index], offset, frozen) for index, offset in zip(order, offsets, strict=True))
+    names = tuple(object_of(piece.key, encoded) for piece in pieces)
+    return Layout(signature, pieces, tuple(order), names, tuple(groups), end)
+
+
+def object_of(key: str, encoded: Encoded) -> str:
+    """Name of the tracked object that a tensor was found in first: what its key begins with."""
+    name = key.partition(".")[0].partition("~")[0]
+    if name in encoded.objects:
+        return name
+    return max((name for name in encoded.objects if key.startswith(name)), key=len, default=key)
+
+
+def _piece(leaf: Leaf, offset: int, frozen: Container[int]) -> Piece:
+    tensor = leaf.tensor
+    return Piece(
+        key=leaf.key,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        offset=offset,
+        num_bytes=tensor.nbytes,
+        whole=leaf.whole,
+        at=leaf.at,
+        frozen=tensor.data_ptr() in frozen,
+    )
