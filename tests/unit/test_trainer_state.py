@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from overnight.core.errors import CheckpointError, CorruptCheckpointError, SaveFailedError
-from overnight.trainer.checkpoint.state import decode, put_back, require_trackable, stage, state_of, unwrap
-
-CPU = torch.device("cpu")
+from overnight.trainer.checkpoint.state import decode, stage
+from overnight.trainer.checkpoint.tracked import put_back, require_trackable, state_of, unwrap
 
 
 def round_trip(value: Any) -> Any:
@@ -178,9 +177,9 @@ def test_optimizers_and_schedulers_go_on_as_if_never_stopped(index: int, num_ste
     second = make()
     states = {k: decode(json.loads(json.dumps(v)), saved.tensors.__getitem__) for k, v in saved.objects.items()}
     for number, param in enumerate(second[0]):
-        put_back(param, states["params"][str(number)], CPU)
-    put_back(second[1], states["optimizer"], CPU)
-    put_back(second[2], states["scheduler"], CPU)
+        put_back(param, states["params"][str(number)])
+    put_back(second[1], states["optimizer"])
+    put_back(second[2], states["scheduler"])
     train(first, range(num_steps, num_steps + 4))
     train(second, range(num_steps, num_steps + 4))
     assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
@@ -193,7 +192,7 @@ def test_float32_moments_of_bfloat16_weights_are_not_rounded() -> None:
     optimizer.state[weight]["momentum_buffer"] = torch.tensor([1.0001, 2.0003])
     saved = stage({"o": state_of(optimizer)}, 0)
     other = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    put_back(other, decode(saved.objects["o"], saved.tensors.__getitem__), CPU)
+    put_back(other, decode(saved.objects["o"], saved.tensors.__getitem__))
     assert torch.equal(other.state[weight]["momentum_buffer"], torch.tensor([1.0001, 2.0003]))
 
 
@@ -206,7 +205,7 @@ def test_scaler_generator_and_dict() -> None:
     drawn = torch.rand(4, generator=generator)
     fresh = {"scaler": torch.amp.GradScaler("cpu"), "generator": torch.Generator(), "dict": {"old": 1}}
     for name, thing in fresh.items():
-        put_back(thing, decode(saved.objects[name], saved.tensors.__getitem__), CPU)
+        put_back(thing, decode(saved.objects[name], saved.tensors.__getitem__))
     assert fresh["scaler"].state_dict() == scaler.state_dict()
     assert torch.equal(torch.rand(4, generator=fresh["generator"]), drawn)
     assert fresh["dict"]["best"] == 0.5 and torch.equal(fresh["dict"][3], torch.ones(2)) and "old" not in fresh["dict"]

@@ -48,14 +48,10 @@ class Saver:
         self._place = place
         self._author = author
         self._writer = Writer(place, author, before_publish)
-        self._handover = restored and Handover(
-            restored,
-            device,
-            rank=author.rank,
-            world_size=author.world_size,
-            seed=author.seed,
-            complain=complain,
-        )
+        self._handover: Handover | None = None
+        if restored is not None:
+            rank, world_size, seed = author.rank, author.world_size, author.seed
+            self._handover = Handover(restored, device, rank=rank, world_size=world_size, seed=seed, complain=complain)
         self._retention = retention
         self._tracked: dict[str, Any] = {}
         self._saves: dict[int, int] = {}

@@ -26,10 +26,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overnight.core.errors import CorruptCheckpointError, SaveFailedError
 from overnight.trainer.checkpoint.sharding import Chunk, Fit, chunk_of, describe, is_sharded, whole_only
-from overnight.trainer.checkpoint.tracked import put_back as put_back
-from overnight.trainer.checkpoint.tracked import require_trackable as require_trackable
-from overnight.trainer.checkpoint.tracked import state_of as state_of
-from overnight.trainer.checkpoint.tracked import unwrap as unwrap
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -142,13 +142,12 @@ def _optimizer_fit(optimizer: torch.optim.Optimizer) -> Fit:
     return fit
 
 
-def put_back(obj: Any, state: Any, device: torch.device) -> None:
+def put_back(obj: Any, state: Any) -> None:
     """Gives a saved state to a live object, in place.
 
     Args:
         obj: What is tracked.
         state: What was decoded for it, with :func:`fit_of` and :func:`device_for`.
-        device: Of the run.
 
     Raises:
         ValueError, TypeError, RuntimeError, KeyError: The state does not fit; the message says where.

@@ -58,6 +58,10 @@ class Restored:
         """Names of the saved objects."""
         return list(self._saved.objects)
 
+    def differs(self, name: str) -> bool:
+        """Whether some tensor of an object was not the same on all ranks; sharded ones are the same, in parts."""
+        return any(stored != key for key, stored in self._saved.stored_keys(name).items())
+
     def hold(self, reader: int = 0, num_readers: int = 1) -> None:
         """Reads what this rank will want, and verifies its share of all the rest, in one pass.
 
