@@ -1,12 +1,12 @@
 """Checkpoint places for tests of what tidies them: real folders with small real files, thousands of them a second."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from overnight.trainer.checkpoint.fence import claim
+from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, describe, now_text
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
 
 
@@ -21,19 +21,26 @@ def lay(
     num_bytes: int = 8,
     **body: Any,
 ) -> CheckpointName:
-    """A published checkpoint with one data file; it looks like one, but nobody could restore from it."""
+    """A published checkpoint with one data file, good to the last byte, from which no script could go on."""
     name = CheckpointName(step, token, save)
     folder = place.path(name)
     folder.mkdir(parents=True)
-    (folder / "data").write_bytes(b"x" * num_bytes)
-    files = {"data": {"size": num_bytes}}
+    files = {"data": _write(folder / "data", b"x" * num_bytes)}
     for base in bases:
         (place.root / base).mkdir(exist_ok=True)
-        (place.root / base / "data").write_bytes(b"frozen")
-        files[f"../{base}/data"] = {"size": 6}
-    whole = {"step": step, "metrics": dict(metrics or {}), "files": files, **body}
-    (folder / "manifest.json").write_text(json.dumps({"body": whole}))
+        files[f"../{base}/data"] = _write(place.root / base / "data", b"frozen")
+    manifest = Manifest(
+        step=step, attempt=token.attempt, generation=token.generation, save=save, parent=None, created_at=now_text(),
+        world_size=1, versions={}, threads=1, seed=0, position={}, content="", metrics=dict(metrics or {}), files=files,
+        **body,
+    )  # fmt: skip
+    (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return name
+
+
+def _write(path: Path, data: bytes) -> FileEntry:
+    path.write_bytes(data)
+    return describe(data)
 
 
 def begin(place: LocalPlace, token: Token, parent: CheckpointName | None = None, *, fresh: bool = False) -> None:

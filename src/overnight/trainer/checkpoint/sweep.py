@@ -1,0 +1,161 @@
+"""Deleting what nobody needs any more from a place on which no attempt works: the sweep of mark and sweep.
+
+What goes: checkpoints that a later start has hidden, those that the run's own rules would not have kept, folders of
+saves that never ended, interrupted deletions, stale pins, and frozen tensors that no manifest mentions.
+
+What never goes: the checkpoint that a new start would restore (verified to the last byte before anything is deleted),
+what is pinned, and anything at all once a new start has claimed the place.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from overnight.core.errors import ConflictError, NotFoundError
+from overnight.trainer.checkpoint.pins import PinWatch
+from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, Token
+from overnight.trainer.checkpoint.survey import Role, Survey
+from overnight.trainer.checkpoint.trash import TRASH, discard
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """Something that goes, or has gone.
+
+    Attributes:
+        entry: Its name in the place.
+        num_bytes: What that frees.
+        cause: Why.
+    """
+
+    entry: str
+    num_bytes: int
+    cause: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"entry": self.entry, "bytes": self.num_bytes, "cause": self.cause}
+
+
+def mark(found: Survey, *, at_rest: bool) -> list[Deletion]:
+    """What can go.
+
+    Args:
+        found: The place.
+        at_rest: Nobody works on it for certain. Else the newest start may still live: its unfinished folders stay, and
+            so do frozen tensors, which it may be about to mention.
+    """
+    doomed = [*_checkpoints(found), *_unfinished(found, at_rest)]
+    if at_rest:
+        doomed += _bases(found, {deletion.entry for deletion in doomed})
+    return doomed
+
+
+def _checkpoints(found: Survey) -> Iterator[Deletion]:
+    candidates = [row for row in found.rows if not row.pinned_by and row.role is not Role.NEWEST]
+    candidates = [row for row in candidates if row.role is Role.HIDDEN or not row.reason]
+    good = found.last_good() if candidates else None
+    if good is None:
+        return  # whatever is left may be somebody's last hope
+    for row in candidates:
+        if row.name == good:
+            continue
+        if row.role is Role.HIDDEN:
+            yield Deletion(str(row.name), row.num_bytes, f"hidden: the trial went on from elsewhere, it is at {good}")
+        elif row.name < good:
+            yield Deletion(str(row.name), row.num_bytes, "not among those that the run keeps")
+
+
+def _unfinished(found: Survey, at_rest: bool) -> Iterator[Deletion]:
+    newest = max(found.tokens, default=Token(0, 0))
+    for entry in found.place.entries():
+        if entry.startswith(TRASH):
+            yield _sized(found, entry, "a deletion that was interrupted")
+        elif PARTIAL in entry:
+            name = CheckpointName.parse(entry.partition(PARTIAL)[0])
+            if at_rest or (name is not None and name.token < newest):
+                yield _sized(found, entry, "a save that never ended")
+
+
+def _bases(found: Survey, doomed: set[str]) -> Iterator[Deletion]:
+    staying = [row for row in found.rows if str(row.name) not in doomed]
+    if not all(row.summary.readable for row in staying):
+        return  # what that manifest says is not known
+    listed = {base for row in staying for base in row.summary.bases}
+    for base, num_bytes in found.base_bytes.items():
+        if base not in listed:
+            yield Deletion(base, num_bytes, "frozen tensors that no checkpoint mentions")
+
+
+def choose(found: Survey, entries: Iterable[str], cause: str) -> list[Deletion]:
+    """Checkpoints that somebody has picked out.
+
+    Args:
+        found: The place.
+        entries: Their names.
+        cause: Why they shall go.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        ConflictError: It is pinned, or the last good one.
+    """
+    rows = {str(row.name): row for row in found.rows}
+    picked: list[Deletion] = []
+    good = found.last_good()
+    for entry in entries:
+        row = rows.get(entry)
+        if row is None:
+            raise NotFoundError(f"there is no {entry} in {found.place}", hint="See: overnight checkpoints list")
+        if row.pinned_by:
+            raise ConflictError(f"{entry} is in use: {row.pinned_by} reads it", hint="Try again once that is over.")
+        if good is None or row.name == good:
+            raise ConflictError(
+                f"{entry} is the last good checkpoint of {found.place}" if good else f"{found.place} has no good one",
+                hint="Delete the folder by hand if you are sure that nobody wants it.",
+            )
+        picked.append(Deletion(entry, row.num_bytes, cause))
+    return picked
+
+
+def sweep(
+    found: Survey, doomed: Iterable[Deletion], watch: PinWatch, told: Callable[[Deletion], None] = lambda deletion: None
+) -> list[Deletion]:
+    """Deletes what was marked, unless it has come to be needed since.
+
+    Args:
+        found: What :func:`mark` looked at.
+        doomed: What it found.
+        watch: Knows stale pins.
+        told: Called after each deletion.
+
+    Returns:
+        What was deleted. It ends early when a new start claims the place: that knows better what it needs.
+
+    Raises:
+        OSError: The place refuses to delete.
+    """
+    place = found.place
+    watch.clear(place)
+    done: list[Deletion] = []
+    for deletion in doomed:
+        if tuple(place.tokens()) != found.tokens:
+            break
+        if deletion.entry.startswith(TRASH):
+            place.remove(deletion.entry)
+        elif not discard(place, deletion.entry, partial(_is_needed, found, deletion.entry, watch)):
+            continue
+        done.append(deletion)
+        told(deletion)
+    return done
+
+
+def _is_needed(found: Survey, entry: str, watch: PinWatch) -> bool:
+    if tuple(found.place.tokens()) != found.tokens:
+        return True
+    name = CheckpointName.parse(entry)
+    return name is not None and name in watch.living(found.place)
+
+
+def _sized(found: Survey, entry: str, cause: str) -> Deletion:
+    return Deletion(entry, sum(found.place.sizes(entry).values()), cause)

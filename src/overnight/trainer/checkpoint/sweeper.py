@@ -1,0 +1,99 @@
+"""The process that looks into checkpoint places and tidies them for the server, which knows when that is allowed.
+
+It is a process of its own since a store may be slow, hashing takes a core and the server must not wait. It is niced,
+free of torch, and it ends with whoever started it: at once when its standard input closes, also in the middle of a deletion
+(the next sweep finishes that). So nothing is ever deleted while the server is away.
+
+A line of JSON comes in per question, ``{"op", "place", ...}``. Lines are the answer: any number of ``{"deleted"}``, then
+``{"done"}`` or ``{"error"}``.
+
+    survey  {"place"}                    -> done: {"bytes", "rows"}
+    sweep   {"place"}                    -> what nobody needs goes, see :mod:`overnight.trainer.checkpoint.sweep`
+    delete  {"place", "entries", "cause"} -> these checkpoints go
+"""
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from overnight.core.errors import BadInputError, OvernightError
+from overnight.trainer.checkpoint.pins import PinWatch
+from overnight.trainer.checkpoint.place import open_place
+from overnight.trainer.checkpoint.survey import survey
+from overnight.trainer.checkpoint.sweep import Deletion, choose, mark, sweep
+
+NICENESS = 10
+Answer = Callable[[dict[str, Any]], None]
+
+
+class Sweeper:
+    """Answers questions about places. It remembers what it has seen of pins.
+
+    Args:
+        answer: Takes each line of an answer.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._watch = PinWatch()
+        self._open = lru_cache(maxsize=1024)(open_place)
+
+    def handle(self, question: Mapping[str, Any]) -> None:
+        """Answers one question; whatever goes wrong is an answer too."""
+        try:
+            self._answer({"done": self._do(question)})
+        except OvernightError as error:
+            self._answer({"error": error.to_dict()})
+        except Exception as error:  # each store's driver has errors of its own
+            place = question.get("place")
+            known = OvernightError(f"{place} cannot be tidied: {type(error).__name__}: {error}")
+            self._answer({"error": known.to_dict()})
+
+    def _do(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        found = survey(self._open(question["place"]), self._watch)
+        match question["op"]:
+            case "survey":
+                return {"bytes": found.num_bytes, "rows": [row.to_json() for row in found.rows]}
+            case "sweep":
+                doomed = mark(found, at_rest=True)
+            case "delete":
+                doomed = choose(found, question["entries"], question["cause"])
+            case other:
+                raise BadInputError(f"there is no operation {other!r}")
+        done = sweep(found, doomed, self._watch, self._tell)
+        return {"bytes": found.num_bytes - sum(deletion.num_bytes for deletion in done)}
+
+    def _tell(self, deletion: Deletion) -> None:
+        self._answer({"deleted": deletion.to_json()})
+
+
+def main() -> None:
+    """Serves standard input until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    os.nice(NICENESS)
+    questions: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(questions,), daemon=True).start()
+    sweeper = Sweeper(_print)
+    while True:
+        sweeper.handle(json.loads(questions.get()))
+
+
+def _listen(questions: "queue.SimpleQueue[str]") -> None:
+    for line in sys.stdin:
+        questions.put(line)
+    os._exit(0)
+
+
+def _print(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
