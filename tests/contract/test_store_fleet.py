@@ -124,11 +124,11 @@ class TestSweeps:
         registered = self.add(lab, schedule={"cron": "0 22 * * *"})
         run = self.add(lab, parent_id=registered.id)
 
-        def stop() -> Any:
+        def stop(sweep_id: str = run.id) -> Any:
             return lab.store.write(
                 lambda conn: sweeps.set_state(
                     conn,
-                    sweep_id=run.id,
+                    sweep_id=sweep_id,
                     state=SweepState.STOPPED,
                     cause="enough",
                     now=lab.now,
@@ -138,6 +138,9 @@ class TestSweeps:
             )
 
         assert [stop(), stop()] == [True, False]
+        with pytest.raises(NotFoundError, match="no sweep 'swp-nope'") as caught:
+            stop("swp-nope")
+        assert "overnight sweep --list" in caught.value.hint
         soon = lab.now + timedelta(hours=1)
         lab.store.write(lambda conn: sweeps.set_next_run(conn, registered.id, soon))
         with lab.store.read() as conn:

@@ -99,8 +99,9 @@ class TestAccepting:
             )
 
     def test_an_unknown_sweep(self, lab: Lab) -> None:
-        with pytest.raises(NotFoundError, match="no sweep 'nope'"):
+        with pytest.raises(NotFoundError, match="no sweep 'nope'") as caught:
             lab.accept(sweep_id="nope")
+        assert "overnight sweep --list" in caught.value.hint
         with lab.store.read() as conn:
             assert trials.counts(conn) == {}
 

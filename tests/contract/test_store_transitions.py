@@ -1,5 +1,6 @@
 """The trial's state machine: no edge but those of the table, no word but the current attempt's."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -206,6 +207,26 @@ class TestQueue:
         trial, _ = lab.run()
         with pytest.raises(IllegalTransitionError):
             lab.store.write(lambda conn: trials.hold(conn, trial_id=trial.id, actor="me", reason="", now=lab.now))
+
+    def test_what_a_trial_is_refused_comes_with_what_it_allows(self, lab: Lab) -> None:
+        def hint_of(verb: Callable[..., Any]) -> str:
+            with pytest.raises(IllegalTransitionError) as caught:
+                lab.store.write(lambda conn: verb(conn, trial_id=trial.id, actor="me", reason="", now=lab.now))
+            return str(caught.value.hint)
+
+        trial, attempt = lab.run()
+        assert "overnight cancel digits-1" in hint_of(trials.hold) == hint_of(trials.bump)
+        lab.end(attempt, Outcome.COMPLETED, S.COMPLETED)
+        assert "overnight rerun digits-1" in hint_of(trials.unhold) == hint_of(trials.bump)
+        trial = lab.trial({"lr": 2})
+        lab.store.write(lambda conn: trials.hold(conn, trial_id=trial.id, actor="me", reason="", now=lab.now))
+        with pytest.raises(IllegalTransitionError) as caught:
+            lab.store.write(
+                lambda conn: trials.transition(
+                    conn, trial_id=trial.id, expected={S.HELD}, after=S.RUNNING, actor="me", cause="", now=lab.now
+                )
+            )
+        assert "overnight unhold digits-2" in caught.value.hint
 
     def test_bump_passes_its_class_only(self, lab: Lab) -> None:
         lab.trial({"i": 1}, priority="urgent")

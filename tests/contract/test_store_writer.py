@@ -299,8 +299,9 @@ class TestSqlite:
     def test_what_is_no_database_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "overnight.db"
         path.write_bytes(b"this is no database" * 1_000)
-        with pytest.raises(SetupError, match="damaged"):
+        with pytest.raises(SetupError, match="damaged") as caught:
             Store.open(f"sqlite:///{path}", SystemClock())
+        assert "db backup" in caught.value.hint and "db check" not in caught.value.hint, "that is what said it"
 
     def test_the_file_is_closed_to_others(self, tmp_path: Path) -> None:
         path = tmp_path / "home" / "overnight.db"

@@ -261,3 +261,19 @@ def test_the_schema_knows_every_key_and_the_example_fits_it():
     assert set(schema["properties"]) == set(specfile.SpecFile.model_fields)
     assert schema["additionalProperties"] is False
     assert json.loads(json.dumps(schema)) == schema
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("bad.json", '{"experiment": "a",}', '"script"'),
+        ("bad.json", "[1]", '"script"'),
+        ("bad.json", '{"experiment": "a", "experiment": "b"}', "one of the two"),
+        ("bad.toml", "experiment = a", "double quotes"),
+        ("bad.yaml", "a: \x00", "--schema"),
+    ],
+)
+def test_a_file_that_does_not_parse_has_a_hint_about_specs(name, text, words):
+    with pytest.raises(InvalidSpecError) as caught:
+        spectext.parse(text, name)
+    assert words in caught.value.hint and "lr" not in caught.value.hint

@@ -71,7 +71,8 @@ def parse_words(words: Sequence[str], style: ArgsStyle, reserved: Iterable[str] 
             argv.append(word)
             continue
         if not name or name in params:
-            raise InvalidParamsError(f"the param {name!r} is given twice" if name else f"{word!r} names no param")
+            message = f"the param {name!r} is given twice" if name else f"{word!r} names no param"
+            raise InvalidParamsError(message, hint="Write each param once, like --lr 3e-4.")
         params[name] = _named_value(name, text)
     return Words((*argv, *verbatim), params)
 
@@ -127,7 +128,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
         if not equals or not name:
             raise InvalidParamsError(f"{pair!r} is not name=value", hint="Write it like -p lr=3e-4.")
         if name in params:
-            raise InvalidParamsError(f"the param {name!r} is given twice")
+            raise InvalidParamsError(f"the param {name!r} is given twice", hint="Keep one of the two.")
         params[name] = _named_value(name, text)
     return params
 

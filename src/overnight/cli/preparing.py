@@ -77,7 +77,9 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         raise InvalidSpecError(f"there is no file {path}", hint=_similar(path)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSpecError(f"{path} cannot be read: {error}") from None
+        raise InvalidSpecError(
+            f"{path} cannot be read: {error}", hint="A spec is UTF-8 text that you may read."
+        ) from None
 
 
 def _similar(path: Path) -> str:
@@ -280,7 +282,7 @@ def check_script(path: Path, python: str | None = None) -> None:
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise ScriptError(f"{path} cannot be read: {error.strerror}") from None
+        raise ScriptError(f"{path} cannot be read: {error.strerror}", hint="Check its owner and mode.") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -290,7 +292,7 @@ def check_script(path: Path, python: str | None = None) -> None:
             return
         raise ScriptError(_syntax_message(path, error), hint="Correct it and submit again.") from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise ScriptError(f"{path} does not parse: {error}") from None
+        raise ScriptError(f"{path} does not parse: {error}", hint="Correct it and submit again.") from None
 
 
 def _compiles_elsewhere(path: Path, python: str) -> bool:

@@ -87,7 +87,10 @@ class Session:
         except FileNotFoundError:
             return settings
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidSpecError(f"{settings.paths.settings_file} cannot be read: {error}") from None
+            raise InvalidSpecError(
+                f"{settings.paths.settings_file} cannot be read: {error}",
+                hint="It is optional, UTF-8 text that you may read: mend it or move it away.",
+            ) from None
         return build_settings(self.env, text, **self.overrides)
 
     @cached_property

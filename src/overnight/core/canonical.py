@@ -26,7 +26,7 @@ def canonical(value: Any, _path: str = "params", _depth: int = 0) -> Json:
             normalisation, nesting deeper than 20, or a type that JSON does not have. The message names the path.
     """
     if _depth > MAX_DEPTH:
-        raise InvalidParamsError(f"{_path[:200]} is nested deeper than {MAX_DEPTH} levels")
+        raise InvalidParamsError(f"{_path[:200]} is nested deeper than {MAX_DEPTH} levels", hint="Put it in a file.")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -51,7 +51,9 @@ def _text(value: str, path: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise InvalidParamsError(f"{path} has text that is not valid Unicode (a lone surrogate)") from None
+        raise InvalidParamsError(
+            f"{path} has text that is not valid Unicode (a lone surrogate)", hint="Pass bytes as base64 or hex."
+        ) from None
     return value
 
 
@@ -70,7 +72,9 @@ def _mapping(value: dict[Any, Any], path: str, depth: int) -> dict[str, Any]:
             raise InvalidParamsError(f"{path} has the key {key!r}, which is no string", hint=f'Write it as "{key}".')
         name = unicodedata.normalize("NFC", _text(key, path))
         if name in result:
-            raise InvalidParamsError(f"{path} has the key {name!r} twice (after Unicode normalisation)")
+            raise InvalidParamsError(
+                f"{path} has the key {name!r} twice (after Unicode normalisation)", hint="Keep one of the two."
+            )
         result[name] = canonical(item, f"{path}.{name}", depth + 1)
     return result
 
@@ -92,8 +96,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:32]
 
 
-def loads_strict(text: str | bytes) -> Any:
+def loads_strict(text: str | bytes, example: str = '{"lr": 0.001}') -> Any:
     """``json.loads`` that refuses a key twice, NaN and infinity instead of quietly choosing.
+
+    Args:
+        text: JSON.
+        example: What the hint shows of how it should look.
 
     Raises:
         InvalidParamsError: The text is not JSON, or one of the above; the message says where.
@@ -103,7 +111,7 @@ def loads_strict(text: str | bytes) -> Any:
         result: dict[str, Any] = {}
         for key, item in items:
             if key in result:
-                raise InvalidParamsError(f"the key {key!r} comes twice")
+                raise InvalidParamsError(f"the key {key!r} comes twice", hint="Keep one of the two.")
             result[key] = item
         return result
 
@@ -114,4 +122,7 @@ def loads_strict(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         shown = text[:80] if isinstance(text, str) else text[:80].decode(errors="replace")
-        raise InvalidParamsError(f"not JSON: {error}: {shown!r}", hint='Write it like {"lr": 0.001}.') from None
+        raise InvalidParamsError(
+            f"not JSON: {error}: {shown!r}",
+            hint=f"Write it like {example}: names and text in double quotes, no comma behind the last.",
+        ) from None

@@ -75,7 +75,9 @@ def build_settings(env: Mapping[str, str], toml_text: str = "", **overrides: Any
     try:
         values.update(tomllib.loads(toml_text))
     except tomllib.TOMLDecodeError as error:
-        raise InvalidSpecError(f"overnight.toml is not TOML: {error}") from None
+        raise InvalidSpecError(
+            f"overnight.toml is not TOML: {error}", hint='Write lines such as pool = "cpu:4".'
+        ) from None
     _refuse_mistyped(env, values)
     for name in Settings.model_fields:
         if (text := env.get(PREFIX + name.upper())) not in (None, ""):

@@ -18,6 +18,9 @@ MAX_CHARACTERS = 1024 * 1024
 MAX_VALUES = 100_000
 MAX_DEPTH = 50
 MAX_DIGITS = 400
+_JSON_EXAMPLE = '{"experiment": "digits", "script": "train.py"}'
+_TOML_HINT = 'TOML has lines such as experiment = "digits": text stands in double quotes.'
+_SCHEMA_HINT = "`overnight submit --schema` prints what a spec may hold."
 
 Path = tuple[str | int, ...]
 
@@ -73,9 +76,9 @@ def parse(text: str, name: str) -> Document:
         place = f"{name}:{mark.line + 1}" if mark else name
         raise InvalidSpecError(f"{place}: not YAML: {error.problem or error.context}", hint=_yaml_hint(error)) from None
     except yaml.YAMLError as error:
-        raise InvalidSpecError(f"{name}: not YAML: {str(error).splitlines()[0]}") from None
+        raise InvalidSpecError(f"{name}: not YAML: {str(error).splitlines()[0]}", hint=_SCHEMA_HINT) from None
     except RecursionError:
-        raise InvalidSpecError(f"{name} is nested deeper than {MAX_DEPTH} levels") from None
+        raise InvalidSpecError(f"{name} is nested deeper than {MAX_DEPTH} levels", hint=_SCHEMA_HINT) from None
     if not isinstance(data, dict):
         raise InvalidSpecError(f"{name} holds no mapping", hint="Write lines such as 'experiment: digits'.")
     return Document(data, name, builder.places)
@@ -93,11 +96,11 @@ def _yaml_hint(error: yaml.MarkedYAMLError) -> str:
 def _parse_json(text: str, name: str) -> Document:
     """YAML readers see escaped surrogate pairs as two characters, so JSON is read as JSON."""
     try:
-        data = loads_strict(text)
+        data = loads_strict(text, example=_JSON_EXAMPLE)
     except InvalidParamsError as error:
         raise InvalidSpecError(f"{name}: {error.message}", hint=error.hint) from None
     if not isinstance(data, dict):
-        raise InvalidSpecError(f"{name} holds no object", hint='Write {"experiment": "digits", ...}.')
+        raise InvalidSpecError(f"{name} holds no object", hint=f"Write it like {_JSON_EXAMPLE}.")
     return Document(data, name)
 
 
@@ -106,9 +109,10 @@ def _parse_toml(text: str, name: str) -> Document:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"line (\d+)", str(error))
-        raise InvalidSpecError(f"{name}{':' + match[1] if match else ''}: not TOML: {error}") from None
+        place = f"{name}{':' + match[1] if match else ''}"
+        raise InvalidSpecError(f"{place}: not TOML: {error}", hint=_TOML_HINT) from None
     except (ValueError, RecursionError) as error:
-        raise InvalidSpecError(f"{name}: not TOML: {error}") from None
+        raise InvalidSpecError(f"{name}: not TOML: {error}", hint=_TOML_HINT) from None
     _refuse_dates(data, name, "")
     return Document(data, name)
 

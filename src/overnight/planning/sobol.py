@@ -36,7 +36,9 @@ def _sequence(space: Space, seed: int, start: int) -> Callable[[int], dict[str, 
     except ImportError:
         raise MissingExtraError("the planner sobol", "server") from None
     if len(space.params) > MAX_DIMENSIONS:
-        raise InvalidSpecError(f"sobol has at most {MAX_DIMENSIONS} params, not {len(space.params)}")
+        raise InvalidSpecError(
+            f"sobol has at most {MAX_DIMENSIONS} params, not {len(space.params)}", hint="Use random or tpe."
+        )
     engine = qmc.Sobol(len(space.params), scramble=True, rng=seed)
     if start:
         engine.fast_forward(start)

@@ -20,6 +20,7 @@ MAX_BYTES = 256 * 1024 * 1024
 """Largest snapshot, packed and unpacked. Data belongs into links, not into snapshots."""
 
 MAX_FILES = 20_000
+_LEAVE_OUT = "Name what is needed in the spec (code: include), and link data instead of copying it (code: link)."
 _DIGEST = re.compile(r"[0-9a-f]{32,64}")
 _INCOMING = ".incoming-"
 
@@ -139,9 +140,9 @@ def _unpack(path: Path, target: Path) -> None:
 
 def _check(members: list[tarfile.TarInfo]) -> None:
     if len(members) > MAX_FILES:
-        raise BadInputError(f"the code snapshot has {len(members)} files, more than {MAX_FILES}")
+        raise BadInputError(f"the code snapshot has {len(members)} files, more than {MAX_FILES}", hint=_LEAVE_OUT)
     if sum(member.size for member in members) > MAX_BYTES:
-        raise BadInputError(f"the code snapshot unpacks to more than {MAX_BYTES // 2**20} MiB")
+        raise BadInputError(f"the code snapshot unpacks to more than {MAX_BYTES // 2**20} MiB", hint=_LEAVE_OUT)
     for member in members:
         if not (member.isreg() or member.isdir() or member.issym()):
             raise BadInputError(f"the code snapshot has {member.name[:200]!r}, which is no file, folder or symlink")

@@ -41,7 +41,10 @@ def run_detached(settings: Settings, on_event: Callable[[UpEvent], None]) -> int
                     check=True,
                 )
         except subprocess.CalledProcessError as error:
-            raise SetupError(f"`overnight up` could not be put into the background: {error}") from None
+            raise SetupError(
+                f"`overnight up` could not be put into the background: {error}",
+                hint="Run it in a terminal of its own: overnight up",
+            ) from None
         finally:
             os.close(writing)
         for line in pipe:

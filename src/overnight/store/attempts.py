@@ -15,7 +15,7 @@ from overnight.core.models.api import Attempt, TrialError
 from overnight.core.models.node import Directive
 from overnight.core.states import END_STATES, LIVE_STATES
 from overnight.store import events, ledger, lineages, models, transitions
-from overnight.store.directives import INITIAL, directive, set_directive
+from overnight.store.directives import INITIAL, directive, no_attempt, set_directive
 from overnight.store.events import NewEvent
 from overnight.store.models import storable
 from overnight.store.writer import touch
@@ -300,12 +300,8 @@ def _set_lease(
 def _row(conn: sa.Connection, attempt_id: str) -> sa.Row[Any]:
     row = conn.execute(_ONE, {"which": storable(attempt_id)}).one_or_none()
     if row is None:
-        raise _no_attempt(attempt_id)
+        raise no_attempt(attempt_id)
     return row
-
-
-def _no_attempt(attempt_id: str) -> NotFoundError:
-    return NotFoundError(f"there is no attempt {attempt_id[:200]!r}")
 
 
 def get(conn: sa.Connection, attempt_id: str) -> Attempt:
@@ -436,7 +432,7 @@ def standing_directive(conn: sa.Connection, attempt_id: str) -> Directive | None
     """
     row = conn.execute(_STANDING, {"which": storable(attempt_id)}).one_or_none()
     if row is None:
-        raise _no_attempt(attempt_id)
+        raise no_attempt(attempt_id)
     return Directive.model_validate(row.directive) if row.ended_at is None else None
 
 

@@ -280,7 +280,8 @@ def to_error(backend: Backend, error: BaseException) -> OvernightError:
         case Fault.BROKEN:
             return SetupError(
                 f"the database is damaged, read-only or none: {text}",
-                hint="Check the file's owner and mode, and `overnight db check`; restore a copy if it is damaged.",
+                hint="Check the file's owner, mode and disk. If it is damaged, put a copy in its place that "
+                "`overnight db backup` made.",
             )
         case _:
             return StoreBusyError(

@@ -56,7 +56,7 @@ def upsert(conn: sa.Connection, *, node_id: str, reports: Sequence[DeviceReport]
     """
     name = conn.scalar(_NODE_NAME, {"node": node_id})
     if name is None:
-        raise NotFoundError(f"there is no node {node_id[:200]!r}")
+        raise NotFoundError(f"there is no node {node_id[:200]!r}", hint="`overnight nodes` shows what there is.")
     known = {row._mapping["index"]: row for row in conn.execute(_OF_NODE, {"node": node_id})}
     for report in reports:
         facts = _facts(report)

@@ -49,8 +49,13 @@ def directive(conn: sa.Connection, attempt_id: str) -> Directive:
 def _read(conn: sa.Connection, query: sa.Select[Any], attempt_id: str) -> Directive:
     value: Any = conn.scalar(query, {"which": storable(attempt_id)})
     if value is None:
-        raise NotFoundError(f"there is no attempt {attempt_id[:200]!r}")
+        raise no_attempt(attempt_id)
     return Directive.model_validate(value)
+
+
+def no_attempt(attempt_id: str) -> NotFoundError:
+    """What whoever asks for an attempt that does not exist is told."""
+    return NotFoundError(f"there is no attempt {attempt_id[:200]!r}", hint="`overnight show TRIAL` lists a trial's.")
 
 
 def current_attempt(conn: sa.Connection, trial_id: str, number: int) -> str:

@@ -21,6 +21,7 @@ from overnight.store.events import NewEvent
 from overnight.store.experiments import ExperimentRow
 from overnight.store.idempotency import fingerprint, key_reused
 from overnight.store.models import storable
+from overnight.store.sweeps import no_sweep
 from overnight.store.writer import touch
 
 _TABLE = models.proposals
@@ -214,7 +215,7 @@ def _require_sweeps(conn: sa.Connection, drafts: Sequence[_Draft]) -> None:
     for draft in drafts:
         sweep_id = draft.proposal.sweep_id
         if sweep_id is not None and sweep_id not in known and draft.answer is None:
-            draft.answer = NotFoundError(f"there is no sweep {sweep_id[:200]!r}")
+            draft.answer = no_sweep(sweep_id)
 
 
 def _plan(conn: sa.Connection, ids: IdFactory, drafts: Sequence[_Draft]) -> None:
@@ -370,7 +371,9 @@ def get(conn: sa.Connection, proposal_id: str) -> Proposal:
     """
     row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(proposal_id))).one_or_none()
     if row is None:
-        raise NotFoundError(f"there is no proposal {proposal_id[:200]!r}")
+        raise NotFoundError(
+            f"there is no proposal {proposal_id[:200]!r}", hint="`overnight ls` shows the trials that proposals became."
+        )
     return _stored(conn, row)
 
 

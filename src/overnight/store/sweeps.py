@@ -106,7 +106,7 @@ def get(conn: sa.Connection, sweep_id: str) -> Sweep:
 def _row(conn: sa.Connection, sweep_id: str) -> sa.Row[Any]:
     row = conn.execute(sa.select(_TABLE).where(_TABLE.c.id == storable(sweep_id))).one_or_none()
     if row is None:
-        raise NotFoundError(f"there is no sweep {sweep_id[:200]!r}", hint="`overnight status` shows what there is.")
+        raise no_sweep(sweep_id)
     return row
 
 
@@ -180,7 +180,7 @@ def set_state(
     query = sa.select(_TABLE.c.state).where(_TABLE.c.id == storable(sweep_id)).with_for_update()
     found = conn.scalar(query)
     if found is None:
-        raise NotFoundError(f"there is no sweep {sweep_id[:200]!r}")
+        raise no_sweep(sweep_id)
     before = SweepState(found)
     if before is state or (expected is not None and before not in expected):
         return False
@@ -189,6 +189,11 @@ def set_state(
     events.append(conn, now, NewEvent("sweep.state", sweep_id, actor, cause, before=before.value, after=state.value))
     touch(conn, "sweeps", f"sweep:{sweep_id}")
     return True
+
+
+def no_sweep(sweep_id: str) -> NotFoundError:
+    """What whoever asks for a sweep that does not exist is told."""
+    return NotFoundError(f"there is no sweep {sweep_id[:200]!r}", hint="`overnight sweep --list` shows what there is.")
 
 
 def set_next_run(conn: sa.Connection, sweep_id: str, next_run_at: datetime | None) -> None:

@@ -59,14 +59,24 @@ def transition(
     before = S(row.state)
     if attempt is not None and row.attempts_made != attempt:
         raise StaleAttemptError(
-            f"attempt {attempt} of {row.name} is not the current one, {row.attempts_made} is", trial=row.name
+            f"attempt {attempt} of {row.name} is not the current one, {row.attempts_made} is",
+            hint=f"`overnight show {row.name}` lists its attempts.",
+            trial=row.name,
         )
     if before not in expected:
         named = ", ".join(sorted(state.value for state in expected))
-        raise StaleAttemptError(f"{row.name} is {before.value}, not {named}", trial=row.name, state=before.value)
+        raise StaleAttemptError(
+            f"{row.name} is {before.value}, not {named}",
+            hint=f"It has moved on meanwhile; `overnight show {row.name}` says how.",
+            trial=row.name,
+            state=before.value,
+        )
     if not can_transition(before, after):
         raise IllegalTransitionError(
-            f"{row.name} is {before.value} and cannot become {after.value}", trial=row.name, state=before.value
+            f"{row.name} is {before.value} and cannot become {after.value}",
+            hint=_way_on(row),
+            trial=row.name,
+            state=before.value,
         )
     event = NewEvent("trial.state", row.name, actor, cause, trial_id, attempt_id, before.value, after.value, data or {})
     seq = events.append(conn, now, event)
@@ -100,8 +110,21 @@ def _update(conn: sa.Connection, trial_id: str, values: dict[str, Any]) -> None:
 def _lock(conn: sa.Connection, trial_id: str) -> sa.Row[Any]:
     row = conn.execute(_ONE, {"which": storable(trial_id)}).one_or_none()
     if row is None:
-        raise NotFoundError(f"there is no trial {trial_id[:200]!r}")
+        raise NotFoundError(f"there is no trial {trial_id[:200]!r}", hint="`overnight ls` shows what there is.")
     return row
+
+
+def _way_on(row: sa.Row[Any]) -> str:
+    """What a person can do with a trial in the state that it is in."""
+    match S(row.state):
+        case S.QUEUED:
+            return f"It waits in the queue: `overnight hold {row.name}` keeps it there."
+        case S.HELD:
+            return f"`overnight unhold {row.name}` puts it into the queue."
+        case state if state in END_STATES:
+            return f"`overnight rerun {row.name}` puts it into the queue again."
+        case _:
+            return f"It has a device; `overnight cancel {row.name}` stops it."
 
 
 def cancel(
@@ -224,6 +247,7 @@ def _move(
     if row.state != before.value:
         raise IllegalTransitionError(
             f"{row.name} is {row.state}; only a trial that is {before.value} can become {after.value} like this",
+            hint=_way_on(row),
             trial=row.name,
             state=row.state,
         )
@@ -239,7 +263,9 @@ def bump(conn: sa.Connection, *, trial_id: str, actor: str, reason: str, now: da
     """
     row = _lock(conn, trial_id)
     if row.state not in {S.QUEUED.value, S.HELD.value}:
-        raise IllegalTransitionError(f"{row.name} is {row.state} and does not wait in the queue", trial=row.name)
+        raise IllegalTransitionError(
+            f"{row.name} is {row.state} and does not wait in the queue", hint=_way_on(row), trial=row.name
+        )
     others = (_TABLE.c.state == S.QUEUED.value) & (_TABLE.c.priority == row.priority) & (_TABLE.c.id != trial_id)
     highest = conn.scalar(sa.select(sa.func.max(_TABLE.c.rank)).where(others))
     rank: int = row.rank if highest is None else min(max(highest + 1, row.rank), _MAX_RANK)

@@ -53,7 +53,7 @@ async def _collect(request: Request) -> bytes:
 
 
 def _parse(raw: bytes, model: type[M]) -> M:
-    data: Any = loads_strict(raw) if raw.strip() else {}
+    data: Any = loads_strict(raw, example='{"name": "value"}') if raw.strip() else {}
     try:
         return model.model_validate(data)
     except ValidationError as error:
