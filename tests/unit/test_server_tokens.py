@@ -98,3 +98,9 @@ def test_never_reachable_from_outside_without_tokens() -> None:
         with pytest.raises(SetupError, match="without tokens"):
             check_bind(host, None)
         check_bind(host, TokenBook("t" * 43))
+
+
+def test_an_unknown_token_is_told_which_one_counts() -> None:
+    with pytest.raises(UnauthorizedError, match="started with") as caught:
+        TokenBook("t" * 43).identify(b"Bearer " + b"u" * 43)
+    assert "overnight token" in caught.value.hint and "OVERNIGHT_TOKEN" in caught.value.hint

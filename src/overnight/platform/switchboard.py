@@ -22,7 +22,7 @@ class Switchboard:
         """What ``/v1/health`` says; it asks for no token."""
         return self._call("GET", "/v1/health")
 
-    def shutdown(self) -> int:
+    def shutdown(self) -> int | None:
         """Tells every worker to save and leave, and that nothing is to start; the number of those still there.
 
         Raises:
@@ -30,7 +30,7 @@ class Switchboard:
         """
         token = read_token(self._home.token_file)
         answer = self._call("POST", "/v1/shutdown", {"reason": "shutdown"}, token)
-        return int(answer.get("live", 0)) if answer is not None else 0
+        return int(answer.get("live", 0)) if answer is not None else None
 
     def _call(self, method: str, path: str, body: Any = None, token: str | None = None) -> dict[str, Any] | None:
         try:

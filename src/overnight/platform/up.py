@@ -318,6 +318,8 @@ def _yield_workers(settings: Settings, on_event: OnEvent, impatient: Callable[[]
         except BadTokenFileError as error:
             on_event(_cannot_tell_server(error))
             return False
+        if live is None:
+            return False
         if not live:
             return True
         if live != told:

@@ -68,12 +68,17 @@ class TokenBook:
         scheme, _, token = (header or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not token:
             raise UnauthorizedError(
-                "the call has no bearer token", hint="Send 'Authorization: Bearer TOKEN'; the token is in HOME/token."
+                "the call has no bearer token",
+                hint="Send 'Authorization: Bearer TOKEN'; `overnight token` says where the token is.",
             )
         for known, principal in self._known:
             if hmac.compare_digest(known, token.strip()):
                 return principal
-        raise UnauthorizedError("the token is not known to this server", hint="The current one is in HOME/token.")
+        raise UnauthorizedError(
+            "the token is not the one that this server started with",
+            hint="`overnight token` says where that is; OVERNIGHT_TOKEN counts before it. If the file has changed since: "
+            "overnight down; overnight up -d",
+        )
 
 
 def ensure_token(path: Path) -> str:
