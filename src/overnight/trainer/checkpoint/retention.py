@@ -69,12 +69,12 @@ class Retention:
         reasons: dict[CheckpointName, str] = {}
         for summary in summaries[-self.keep :]:
             reasons[summary.name] = f"among the newest {self.keep}"
-        for name in self._milestones(summary.name for summary in summaries):
-            reasons.setdefault(name, f"the first from a multiple of {self.keep_every} on")
-        for place, summary in enumerate(self._best(summaries), 1):
+        for place, summary in enumerate(self.best_of(summaries), 1):
             assert self.best is not None
             metric = self.best[0]
             reasons.setdefault(summary.name, f"number {place} by {metric} ({summary.metrics[metric]:g})")
+        for name in self._milestones(summary.name for summary in summaries):
+            reasons.setdefault(name, f"the first from a multiple of {self.keep_every} on")
         return reasons
 
     def _milestones(self, names: Iterable[CheckpointName]) -> list[CheckpointName]:
@@ -86,13 +86,14 @@ class Retention:
                 first[number] = min(name, first.get(number, name), key=lambda one: (one.step, one.token, one.save))
         return list(first.values())
 
-    def _best(self, summaries: list[Summary]) -> list[Summary]:
+    def best_of(self, found: Iterable[Summary]) -> list[Summary]:
+        """The best checkpoints by the metric, best first; empty if the rules name none."""
         if self.best is None:
             return []
         metric, mode, number = self.best
         sign = 1 if mode == "min" else -1
         measured: dict[float, Summary] = {}
-        for summary in summaries:
+        for summary in sorted(found, key=lambda summary: summary.name):
             value = summary.metrics.get(metric, math.nan)
             if math.isfinite(value):
                 measured.setdefault(value, summary)

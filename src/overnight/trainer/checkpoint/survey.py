@@ -1,7 +1,8 @@
 """What is in a checkpoint place, and what each checkpoint is good for: the mark of mark and sweep."""
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -32,6 +33,7 @@ class Row:
         num_bytes: In its own folder, as it lies there.
         role: ``newest`` of the lineage, further back in it, or hidden by a later start that went on from before it.
         reason: Why it stays by the run's rules, empty if it does not.
+        is_best: It is among the best by the metric that the run's rules name.
         pinned_by: Who reads it just now, empty if nobody does.
     """
 
@@ -39,6 +41,7 @@ class Row:
     num_bytes: int
     role: Role
     reason: str
+    is_best: bool
     pinned_by: str
 
     @property
@@ -57,6 +60,7 @@ class Row:
             "bytes": self.num_bytes,
             "role": self.role.value,
             "kept_as": self.reason,
+            "best": self.is_best,
             "pinned_by": self.pinned_by,
             "readable": summary.readable,
             "created_at": summary.created_at,
@@ -105,22 +109,26 @@ class Survey:
         return None
 
 
-def survey(place: Place, watch: PinWatch | None = None, retention: Retention | None = None) -> Survey:
+def survey(place: Place, watch: PinWatch | None = None, keep: int | None = None) -> Survey:
     """Looks at a place; reads manifests, but no data.
 
     Args:
         place: The place.
         watch: Knows stale pins.
-        retention: The rules; those of the run itself if None, as its newest checkpoint tells them.
+        keep: How many of the newest stay, instead of what the run's own rules say.
 
     Raises:
+        BadInputError: ``keep`` is below 1.
         OSError: The place cannot be listed.
     """
     tokens = tuple(place.tokens())
     names = place.checkpoints()
     line = tuple(name for name in lineage(place) if name in names)
     summaries = {name: summarize(place, name) for name in names}
-    reasons = _reasons([summaries[name] for name in line], retention)
+    on_line = [summaries[name] for name in line]
+    rules = _rules(on_line, keep)
+    reasons = rules.reasons(on_line) if rules else dict.fromkeys(line, "of the lineage")
+    best = rules.best_of(on_line) if rules else []
     pinned = (watch or PinWatch()).living(place)
     rows = [
         Row(
@@ -128,6 +136,7 @@ def survey(place: Place, watch: PinWatch | None = None, retention: Retention | N
             num_bytes=sum(place.sizes(str(name)).values()),
             role=_role(name, line),
             reason=reasons.get(name, ""),
+            is_best=summaries[name] in best,
             pinned_by=pinned.get(name, ""),
         )
         for name in names
@@ -142,14 +151,13 @@ def _role(name: CheckpointName, line: tuple[CheckpointName, ...]) -> Role:
     return Role.NEWEST if name == line[0] else Role.LINEAGE
 
 
-def _reasons(line: list[Summary], retention: Retention | None) -> dict[CheckpointName, str]:
-    """Why each checkpoint of the lineage stays. Where no rules are known, all of it does."""
-    if retention is None:
-        known = next((summary.retention for summary in line if summary.retention), None)
-        if known is None:
-            return {summary.name: "of the lineage" for summary in line}
-        try:
-            retention = Retention.from_json(known)
-        except (BadInputError, TypeError):  # rules of a later version
-            return {summary.name: "of the lineage" for summary in line}
-    return retention.reasons(line)
+def _rules(line: list[Summary], keep: int | None) -> Retention | None:
+    """The rules of the run, as its newest checkpoint tells them; None if they are not known."""
+    known = next((summary.retention for summary in line if summary.retention), None)
+    rules = None
+    if known is not None:
+        with contextlib.suppress(BadInputError, TypeError):  # rules of a later version
+            rules = Retention.from_json(known)
+    if keep is None:
+        return rules
+    return replace(rules, keep=keep) if rules else Retention(keep)

@@ -1,15 +1,15 @@
 """The process that looks into checkpoint places and tidies them for the server, which knows when that is allowed.
 
-It is a process of its own since a store may be slow, hashing takes a core and the server must not wait. It is niced,
-free of torch, and it ends with whoever started it: at once when its standard input closes, also in the middle of a deletion
+It is a process of its own since a store may be slow, hashing takes a core and the server must not wait. It is niced and
+free of torch. It ends with whoever started it: at once when its standard input closes, also in the middle of a deletion
 (the next sweep finishes that). So nothing is ever deleted while the server is away.
 
-A line of JSON comes in per question, ``{"op", "place", ...}``. Lines are the answer: any number of ``{"deleted"}``, then
+A question is a line of JSON, ``{"op", "place", ...}``. The answer is any number of lines ``{"deleted"}`` and then one
 ``{"done"}`` or ``{"error"}``.
 
-    survey  {"place"}                    -> done: {"bytes", "rows"}
-    sweep   {"place"}                    -> what nobody needs goes, see :mod:`overnight.trainer.checkpoint.sweep`
-    delete  {"place", "entries", "cause"} -> these checkpoints go
+    survey  {"place"}                     -> done: {"bytes", "rows"}
+    sweep   {"place", "keep", "dry_run"}  -> what nobody needs goes; ``keep`` overrides the run's own number
+    delete  {"place", "entries", "cause", "dry_run"} -> these checkpoints go
 """
 
 import json
@@ -56,7 +56,7 @@ class Sweeper:
             self._answer({"error": known.to_dict()})
 
     def _do(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        found = survey(self._open(question["place"]), self._watch)
+        found = survey(self._open(question["place"]), self._watch, question.get("keep"))
         match question["op"]:
             case "survey":
                 return {"bytes": found.num_bytes, "rows": [row.to_json() for row in found.rows]}
@@ -66,8 +66,12 @@ class Sweeper:
                 doomed = choose(found, question["entries"], question["cause"])
             case other:
                 raise BadInputError(f"there is no operation {other!r}")
-        done = sweep(found, doomed, self._watch, self._tell)
-        return {"bytes": found.num_bytes - sum(deletion.num_bytes for deletion in done)}
+        if question.get("dry_run"):
+            for deletion in doomed:
+                self._tell(deletion)
+        else:
+            doomed = sweep(found, doomed, self._watch, self._tell)
+        return {"bytes": found.num_bytes - sum(deletion.num_bytes for deletion in doomed)}
 
     def _tell(self, deletion: Deletion) -> None:
         self._answer({"deleted": deletion.to_json()})
