@@ -1,12 +1,18 @@
 """Where each tensor lies in the arena: computed once, kept as long as the state has the same form."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
+
 from overnight.trainer.checkpoint.staging.gather import Gather
+from overnight.trainer.checkpoint.staging.ownership import Memory
 from overnight.trainer.checkpoint.state import Encoded, Leaf
 from overnight.trainer.checkpoint.writing.order import Piece
+
+MIN_LATER_BYTES = 4096
+"""Smaller tensors are copied at once: that costs less than watching them."""
 
 
 class Way(IntEnum):
@@ -25,11 +31,36 @@ class Way(IntEnum):
     """While training goes on."""
 
 
-Signature = list[tuple[str, Way, object, object]]
+Signature = list[tuple[str, Way, torch.dtype, torch.Size]]
+"""What a layout depends on: name, way and form of every leaf."""
 
 
-def signature_of(leaves: Iterable[Leaf], ways: Iterable[Way]) -> Signature:
-    """What a layout depends on."""
+def choose_ways(encoded: Encoded, owned: Container[Memory], restless: Collection[str]) -> list[Way]:
+    """How each leaf gets into the arena. A microsecond for each: training waits.
+
+    Args:
+        encoded: The state.
+        owned: Memory that only an optimizer's step changes.
+        restless: Names of objects of which that is not true.
+    """
+    ways = []
+    for leaf in encoded.leaves.values():
+        tensor = leaf.tensor
+        if not tensor.is_cpu:
+            way = Way.DEVICE if tensor.is_cuda else Way.STRIDED
+        elif not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            way = Way.STRIDED
+        elif (size := tensor.nbytes) < MIN_LATER_BYTES or (tensor.data_ptr(), size) not in owned:
+            way = Way.NOW
+        else:
+            way = Way.NOW if restless and object_of(leaf.key, encoded) in restless else Way.LATER
+        ways.append(way)
+    return ways
+
+
+def signature_of(encoded: Encoded, ways: Sequence[Way]) -> Signature:
+    """What the layout of a state depends on."""
+    leaves = encoded.leaves.values()
     return [(leaf.key, way, leaf.tensor.dtype, leaf.tensor.shape) for leaf, way in zip(leaves, ways, strict=True)]
 
 

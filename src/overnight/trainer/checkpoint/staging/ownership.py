@@ -8,11 +8,14 @@ import torch
 Memory = tuple[int, int]
 """Address and bytes of a tensor."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Where a tensor's content lies; of a DTensor, this rank's part."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.data_ptr(), local.nbytes
+    if type(tensor) not in _PLAIN:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[Memory]:
@@ -20,21 +23,20 @@ def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[Memory]:
     owned: set[Memory] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            owned.update(map(memory_of, group["params"]))
+            owned.update([memory_of(param) for param in group["params"]])
         for state in optimizer.state.values():
-            _add(owned, state)
+            _add(owned, state.values() if isinstance(state, Mapping) else (state,))
     return owned
 
 
-def _add(owned: set[Memory], state: Any) -> None:
-    if isinstance(state, torch.Tensor):
-        if state.layout is torch.strided:
-            owned.add(memory_of(state))
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            _add(owned, value)
-    elif isinstance(state, list | tuple):
-        for value in state:
+def _add(owned: set[Memory], values: Iterable[Any]) -> None:
+    for value in values:
+        if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                owned.add(memory_of(value))
+        elif isinstance(value, Mapping):
+            _add(owned, value.values())
+        elif isinstance(value, list | tuple):
             _add(owned, value)
 
 

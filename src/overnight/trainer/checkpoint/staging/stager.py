@@ -20,15 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.staging.arena import Arena, no_memory
 from overnight.trainer.checkpoint.staging.device import DeviceCopies, DeviceCopy
-from overnight.trainer.checkpoint.staging.layout import Layout, Way, lay_out, object_of, signature_of
+from overnight.trainer.checkpoint.staging.layout import Layout, Way, choose_ways, lay_out, signature_of
 from overnight.trainer.checkpoint.staging.ownership import Memory, frozen_memory, memory_of, owned_memory
 from overnight.trainer.checkpoint.staging.probe import Probe, scratch_bytes
 from overnight.trainer.checkpoint.staging.worker import Worker
 from overnight.trainer.checkpoint.state import Encoded, Leaf
 from overnight.trainer.checkpoint.writing.order import Piece
-
-MIN_LATER_BYTES = 4096
-"""Smaller tensors are copied at once: that costs less than watching them."""
 
 SPARE = 1.02
 """Room for a state that grows a little; it costs memory only when it is used."""
@@ -111,7 +108,7 @@ class Stager:
         Raises:
             SaveFailedError: There is none. Memory that runs out later is an error of the save.
         """
-        _, arena, _ = self._place(encoded, objects)
+        _, arena = self._place(encoded, objects, self._owned(objects))
 
         def touch() -> None:
             with suppress(SaveFailedError):
@@ -132,11 +129,12 @@ class Stager:
         """
         self.join()
         leaves = list(encoded.leaves.values())
-        layout, arena, waits = self._place(encoded, objects)
+        owned = self._owned(objects)
+        layout, arena = self._place(encoded, objects, owned)
         later = layout.pick(leaves, Way.LATER)
         addresses = [leaf.tensor.data_ptr() for leaf in later]
         try:
-            self._copy_now(layout, arena, leaves, waits)
+            self._copy_now(layout, arena, leaves, owned)
             probe = self._look(layout, addresses)
         except OSError as error:
             raise no_memory(layout.size, error) from error
@@ -180,22 +178,17 @@ class Stager:
 
     # -- where everything goes ------------------------------------------------------------------------------------
 
-    def _place(self, encoded: Encoded, objects: Collection[Any]) -> tuple[Layout, Arena, list[bool]]:
-        """Layout and memory for a state, and which of its leaves only an optimizer's step changes."""
-        optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer) and one not in self._graphed]
-        owned = owned_memory(optimizers)
-        leaves = encoded.leaves.values()
-        waits = [self._may_wait(leaf, owned, encoded) for leaf in leaves]
-        ways = [_way(leaf, may_wait) for leaf, may_wait in zip(leaves, waits, strict=True)]
-        signature = signature_of(leaves, ways)
+    def _place(self, encoded: Encoded, objects: Collection[Any], owned: set[Memory]) -> tuple[Layout, Arena]:
+        ways = choose_ways(encoded, owned, self.restless)
+        signature = signature_of(encoded, ways)
         if self._layout is None or self._layout.signature != signature:
             self._layout = lay_out(encoded, ways, signature, frozen_memory(objects))
-        return self._layout, self._arena_for(self._layout), waits
+        return self._layout, self._arena_for(self._layout)
 
-    def _may_wait(self, leaf: Leaf, owned: set[Memory], encoded: Encoded) -> bool:
-        if leaf.tensor.nbytes < MIN_LATER_BYTES or memory_of(leaf.tensor) not in owned:
-            return False
-        return not self.restless or object_of(leaf.key, encoded) not in self.restless
+    def _owned(self, objects: Collection[Any]) -> set[Memory]:
+        return owned_memory(
+            one for one in objects if isinstance(one, torch.optim.Optimizer) and one not in self._graphed
+        )
 
     def _arena_for(self, layout: Layout) -> Arena:
         if self._arena is None or not layout.size <= self._arena.size <= max(2 * layout.size, 1 << 20):
@@ -214,7 +207,7 @@ class Stager:
 
     # -- copying ------------------------------------------------------------------------------------------------------
 
-    def _copy_now(self, layout: Layout, arena: Arena, leaves: list[Leaf], waits: list[bool]) -> None:
+    def _copy_now(self, layout: Layout, arena: Arena, leaves: list[Leaf], owned: set[Memory]) -> None:
         now = layout.pick(leaves, Way.NOW)
         layout.groups[Way.NOW].write(arena.fileno(), [leaf.tensor.data_ptr() for leaf in now])
         for index, leaf in zip(layout.members(Way.STRIDED), layout.pick(leaves, Way.STRIDED), strict=True):
@@ -222,8 +215,9 @@ class Stager:
             view.copy_(leaf.tensor)
         copies = []
         for index in layout.members(Way.DEVICE):
-            leaf, waiting = leaves[layout.order[index]], waits[layout.order[index]]
-            copies.append(DeviceCopy(index, layout.pieces[index].offset, leaf.tensor, waiting))
+            tensor = leaves[layout.order[index]].tensor
+            waits = memory_of(tensor) in owned and layout.names[index] not in self.restless
+            copies.append(DeviceCopy(index, layout.pieces[index].offset, tensor, waits))
         self._devices.begin(arena, copies)
 
     def _look(self, layout: Layout, addresses: list[int]) -> Probe | None:
@@ -249,12 +243,3 @@ class Stager:
     def _blame(self, staged: Staged, names: set[str]) -> None:
         self.restless |= names
         staged.changed += sorted(names)
-
-
-def _way(leaf: Leaf, may_wait: bool) -> Way:
-    tensor = leaf.tensor
-    if tensor.is_cuda:
-        return Way.DEVICE
-    if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
-        return Way.STRIDED
-    return Way.LATER if may_wait else Way.NOW
