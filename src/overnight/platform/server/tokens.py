@@ -76,7 +76,7 @@ class TokenBook:
                 return principal
         raise UnauthorizedError(
             "the token is not the one that this server started with",
-            hint="`overnight token` says where that is; OVERNIGHT_TOKEN counts before it. If the file has changed since: "
+            hint="`overnight token` says where that is; OVERNIGHT_TOKEN counts before it. If the file is newer: "
             "overnight down; overnight up -d",
         )
 
