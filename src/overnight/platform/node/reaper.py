@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
-from overnight.platform.node.identity import Identity, read_stat
+from overnight.platform.node.identity import Identity, boot_id, read_stat
 
 MARK = "OVERNIGHT_ATTEMPT_ID"
 MARK_BYTES = 64
@@ -162,10 +162,11 @@ def survivors(attempt_id: str, known: Iterable[Identity], orphans: Iterable[int]
     Args:
         attempt_id: Processes that carry it as :data:`MARK` in their environment belong to it.
         known: The ranks and everything else in the supervisor's last census. A rank leads a session: its members
-        belong. orphans: Further pids that the caller knows to belong.
+            belong, too, as long as :func:`_proven_sessions` says that it is still that session.
+        orphans: Further pids that the caller knows to belong.
     """
     known = list(known)
-    sessions = {one.pid: one.start for one in known}
+    sessions = _proven_sessions(known)
     wanted = {one.pid for one in known if one.alive()} | {pid for pid in orphans if Identity.of(pid)}
     me = os.getpid()
     for name in os.listdir("/proc"):  # noqa: PTH208
@@ -181,16 +182,28 @@ def survivors(attempt_id: str, known: Iterable[Identity], orphans: Iterable[int]
     return sorted(wanted)
 
 
-def _is_member(pid: int, sessions: dict[int, int]) -> bool:
-    """Whether a process belongs to one of the sessions, given by the leader's pid and start."""
+def _proven_sessions(known: Iterable[Identity]) -> set[int]:
+    """Sessions led by known processes that cannot be those of strangers.
+
+    A session's number is its leader's pid, and the kernel gives it to nobody else while the session has a member, be it
+    a zombie. So one known process in it, the same by its start time and boot, proves it. When none is left, the number
+    may have passed on, to a session whose leader is gone as well.
+    """
+    known = list(known)
+    led = {one.pid for one in known}
+    found = set()
+    for one in known:
+        stat = read_stat(one.pid) if one.boot == boot_id() else None
+        if stat is not None and stat.start == one.start and stat.session in led:
+            found.add(stat.session)
+    return found
+
+
+def _is_member(pid: int, sessions: set[int]) -> bool:
     try:
-        session = os.getsid(pid)
+        return os.getsid(pid) in sessions
     except OSError:
         return False
-    if session not in sessions:
-        return False
-    leader = read_stat(session)
-    return leader is None or leader.start == sessions[session]
 
 
 def sweep(
