@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
-from overnight import __version__
+from overnight.trainer.checkpoint.versions import versions
 
 Facts = dict[str, Any]
 
+WORLD_SIZE = "world size"
 _SHOWN = 6
 _CUDA_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO")
 
@@ -41,7 +41,7 @@ def envelope(device: torch.device, world_size: int) -> Facts:
         "versions": _versions(device),
         "threads": torch.get_num_threads(),
         "envelope": {
-            "world size": world_size,
+            WORLD_SIZE: world_size,
             "device": device.type,
             "device name": _device_name(device),
             "processor features": torch.backends.cpu.get_cpu_capability(),
@@ -57,12 +57,7 @@ def envelope(device: torch.device, world_size: int) -> Facts:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    found = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "overnight": __version__,
-    }
+    found = versions()
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda or torch.version.hip)
         found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
@@ -108,7 +103,9 @@ def _cuda_flags() -> Facts:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not as it was at the save, as ``name before -> now``; facts that only one version knows do not count.
+    """What is not as it was at the save, as ``name before -> now``.
+
+    The number of ranks is not among it, since that has other consequences; nor are facts that only one side knows.
 
     Args:
         saved: Facts of the checkpoint, as :func:`envelope` returns them; parts may be missing.
@@ -120,7 +117,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for part in ("versions", "envelope"):
         before: Mapping[str, Any] = saved.get(part) or {}
         for name, value in now[part].items():
-            if name in before and before[name] != value:
+            if name in before and before[name] != value and name != WORLD_SIZE:
                 changed.append(f"{name} {before[name]} -> {value}")
     return changed
 
@@ -135,8 +132,4 @@ def warning(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     if not changed:
         return None
     shown = ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else "")
-    still = "samples and their order are the same"
-    before, here = saved.get("envelope") or {}, now["envelope"]
-    if before.get("world size", here["world size"]) == here["world size"]:
-        still += ", and so is all random state"
-    return f"not as it was at the save: {shown}; {still}, the last bits of results may differ"
+    return f"changed since it was saved: {shown}; samples and their order stay exact, the last bits may differ"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overnight.core.errors import BadInputError, CheckpointError
-from overnight.trainer import rng
+from overnight.trainer import rng, untracked
 from overnight.trainer.agreement import Agreement, Spot, Wishes
 from overnight.trainer.boundary import Every, Leave, Policy, Signals
 from overnight.trainer.checkpoint.place import write_atomic
@@ -30,7 +30,16 @@ from overnight.trainer.metrics import Metrics
 from overnight.trainer.orders import Orders
 from overnight.trainer.params import Params
 from overnight.trainer.phases import CATEGORIES, Ledger, Reached, seconds_since_launch
-from overnight.trainer.start import Inputs, claim_origin, join_group, make_saver, open_record, pick_device, read_inputs
+from overnight.trainer.start import (
+    Inputs,
+    claim_origin,
+    join_group,
+    make_saver,
+    open_record,
+    pick_device,
+    read_inputs,
+    tell_differences,
+)
 
 RUN = f"{INTERNAL}run"
 RNG = f"{INTERNAL}rng"
@@ -75,6 +84,7 @@ class Run:
         self._entered = False
         self._save_wanted = False
         self._ready = False
+        self._named_untracked = False
         self._phase = ""
 
     # -- beginning and end ------------------------------------------------------------------------------------------
@@ -438,6 +448,7 @@ class Run:
         else:
             rng.rederive(self.seed, self._cursor.step, self.rank)
         if restored is not None and self.rank == 0:
+            tell_differences(restored.manifest, self.device, self.world_size)
             for name in self._saver.missing():
                 complain(f"{name!r} is in {restored.manifest.name}, but this run does not track it")
 
@@ -468,8 +479,15 @@ class Run:
         self._agreement.meet(spot, self._cursor.step)
         self._metrics.gather()
 
+    def _name_untracked(self) -> None:
+        """Once, at the first save: what would not be as before in a resumed run."""
+        if not self._named_untracked and self.rank == 0 and (text := untracked.warning(self._saver.tracked)):
+            complain(text)
+        self._named_untracked = True
+
     def _save(self) -> None:
         self._save_wanted = False
+        self._name_untracked()
         started = time.monotonic()
         with self._ledger.within("checkpoint"):
             self._gather(Spot.SAVE)

@@ -20,9 +20,9 @@ from overnight.trainer.checkpoint.reading.finding import ALONE, Reader, complain
 from overnight.trainer.checkpoint.reading.restored import Restored
 from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.saver import Saver
-from overnight.trainer.checkpoint.versions import versions
 from overnight.trainer.checkpoint.writing.order import Author
 from overnight.trainer.data.record import SampleRecord
+from overnight.trainer.envelope import envelope, warning
 from overnight.trainer.environment import ALONE_ROOT, Environment, read_environment, script_name
 from overnight.trainer.params import Params, from_json, parse_flags, refuse_typos, resolve, usage
 
@@ -225,12 +225,13 @@ def _tell_resumed(place: Place, manifest: Manifest, world_size: int) -> None:
             f"it was saved by {manifest.world_size} rank(s), this run has {world_size}: "
             "the order of samples continues exactly, the last bits of sums may differ"
         )
-    now = versions()
-    changed = [f"{name} {old} -> {now.get(name)}" for name, old in manifest.versions.items() if now.get(name) != old]
-    if manifest.threads != torch.get_num_threads():
-        changed.append(f"threads {manifest.threads} -> {torch.get_num_threads()}")
-    if changed:
-        complain(f"changed since it was saved: {', '.join(changed)}; the last bits of results may differ")
+
+
+def tell_differences(manifest: Manifest, device: torch.device, world_size: int) -> None:
+    """Says what of this run is not as it was at the save; after the script has set its flags."""
+    saved = {"versions": manifest.versions, "threads": manifest.threads, "envelope": manifest.envelope}
+    if (text := warning(saved, envelope(device, world_size))) is not None:
+        complain(text)
 
 
 def _ignore_in_git(environment: Environment) -> None:

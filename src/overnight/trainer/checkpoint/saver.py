@@ -64,6 +64,11 @@ class Saver:
         """Whether the user tracks anything; without, a checkpoint would hold no progress."""
         return bool(self._tracked)
 
+    @property
+    def tracked(self) -> Mapping[str, Any]:
+        """What is tracked, by name."""
+        return self._tracked
+
     def track(self, name: str, obj: Any) -> bool:
         """Tracks an object and, in a resumed run, gives it its saved state at once.
 
