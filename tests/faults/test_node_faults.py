@@ -39,8 +39,10 @@ while FOREVER: time.sleep(0.01)
 """
 
 # Leaves a grandchild of its own session that ignores TERM, and one that hops: forks a successor every 2 ms.
+# All of them end by themselves some time after the test should have: a test run that is killed must not leave them.
 STUBBORN = """
 import os, signal, sys, time
+end = time.monotonic() + 90
 def daemonize(work):
     if os.fork() == 0:
         os.setsid()
@@ -50,16 +52,16 @@ def daemonize(work):
             work()
         os._exit(0)
 def stay():
-    while True: time.sleep(0.01)
+    while time.monotonic() < end: time.sleep(0.01)
 def hop():
-    while True:
+    while time.monotonic() < end:
         if os.fork() == 0:
             os.setsid()
             time.sleep(0.002)
         else:
             os._exit(0)
 def scrub():
-    os.execve("/bin/sleep", ["sleep", "1234"], {})
+    os.execve("/bin/sleep", ["sleep", "91.25"], {})
 for work in (stay, hop, scrub): daemonize(work)
 time.sleep(0.3)
 print("UP", flush=True)
@@ -244,7 +246,7 @@ def test_stubborn_grandchildren_do_not_survive(shared: Any, end: str) -> None:
         os.kill(pids["supervisor"]["pid"], signal.SIGKILL)
     shared.server.wait_ended(attempt_id)
     check_clean(shared, attempt_id)
-    sleepers = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _cmdline(p) == b"sleep\x001234\x00"]
+    sleepers = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _cmdline(p) == b"sleep\x0091.25\x00"]
     assert sleepers == []
 
 
