@@ -284,7 +284,7 @@ async def test_a_broken_device_costs_its_attempt_and_is_avoided(house: House, ov
     trial_id = house.propose(1)
     await house.tick()
     house.running(trial_id)
-    overnight_faults.fail(0, cause="xid_79")
+    overnight_faults.fail(0, cause="xid_48")
     house.report()
     assert house.device(0).state is DeviceState.QUARANTINED
     await house.tick()
@@ -292,7 +292,7 @@ async def test_a_broken_device_costs_its_attempt_and_is_avoided(house: House, ov
     assert house.ended(trial_id) is Outcome.INFRA_FAULT
     trial = house.trial(trial_id)
     assert (trial.state, trial.retries_used) == (TrialState.QUEUED, 1)
-    assert "xid_79" in trial.attempts[0].cause
+    assert "xid_48" in trial.attempts[0].cause
     await house.tick()
     assert "infrastructure fault" in house.loop.explain(house.trial(trial_id)).reason
     house.report()
@@ -306,7 +306,7 @@ async def test_a_repaired_device_is_used_again_elsewhere_is_preferred(
     trial_id = house.propose(1)
     await house.tick()
     house.running(trial_id)
-    overnight_faults.fail(0, cause="xid_79")
+    overnight_faults.fail(0, cause="xid_48")
     house.report()
     await house.tick()
     house.ended(trial_id)
@@ -317,6 +317,34 @@ async def test_a_repaired_device_is_used_again_elsewhere_is_preferred(
     )
     await house.tick(seconds=2)
     assert house.trial(trial_id).attempts[-1].devices == ("node1:1",)
+
+
+async def test_a_device_off_the_bus_keeps_new_work_from_its_whole_node(
+    house: House, overnight_faults: FaultScript
+) -> None:
+    hit, beside = house.propose(1), house.propose(2)
+    await house.tick()
+    for trial_id in (hit, beside):
+        house.running(trial_id)
+    assert house.trial(hit).attempts[-1].devices == ("node1:0",)
+    overnight_faults.fail(0, cause="xid_79", clear_after_seconds=60)
+    house.report()
+    assert house.device(0).state is DeviceState.QUARANTINED
+    assert (house.device(1).state, house.device(1).cause) == (
+        DeviceState.DRAINING,
+        "xid_79 on node1:0: the GPU is no longer reachable over the bus",
+    )
+    await house.tick()
+    assert house.loop.kills(house.node_id) == (house.attempt_id(hit),), "nothing is wrong with its neighbour's trial"
+    house.ended(hit)
+    house.ended(beside)
+    await house.tick(seconds=2)
+    assert house.state(hit) is TrialState.QUEUED
+    house.clock.advance(3 * 3600)
+    house.report()
+    assert [house.device(index).state for index in (0, 1)] == [DeviceState.HEALTHY, DeviceState.HEALTHY]
+    await house.tick()
+    assert house.state(hit) is TrialState.STARTING
 
 
 async def test_a_silent_attempt_ends_after_a_whole_period(house: House) -> None:

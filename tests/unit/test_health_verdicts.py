@@ -10,7 +10,7 @@ from overnight.core.enums import DeviceState
 from overnight.core.errors import InvalidSpecError
 from overnight.core.models.node import DeviceReport
 from overnight.platform.health.causes import CauseAction, parse_causes, shipped_causes
-from overnight.platform.health.verdict import History, Verdict, judge, preflight
+from overnight.platform.health.verdict import History, Verdict, judge, judge_neighbour, preflight
 from overnight.testing.clock import START
 
 TABLE = shipped_causes()
@@ -85,6 +85,36 @@ def test_a_drained_device_stays_drained_unless_it_breaks() -> None:
     assert judge(report(busy=True), history, START, TABLE) is None
     assert judge(report(soft="xid_74"), history, START, TABLE) is None
     verdict = judge(report(fatal="xid_48"), history, START, TABLE)
+    assert verdict is not None and verdict.state is DeviceState.QUARANTINED
+
+
+CULPRIT = "xid_79 on node1:2: the GPU is no longer reachable over the bus"
+
+
+def test_the_neighbours_of_a_lost_device_drain_and_come_back_by_themselves() -> None:
+    assert [name for name in TABLE.causes if TABLE.get(name).condemns_node] == [
+        "xid_79", "gpu_lost", "device_count_changed",
+    ]  # fmt: skip
+    history = after(judge_neighbour(report(soft="xid_74"), HEALTHY, CULPRIT, START, TABLE), HEALTHY)
+    assert (history.state, history.cause) == (DeviceState.DRAINING, CULPRIT)
+    assert history.suspicion == 1.0, "its own signals count meanwhile"
+    within, late = START + timedelta(minutes=59), START + timedelta(hours=TABLE.quarantine_hours, seconds=1)
+    assert judge_neighbour(report(), history, CULPRIT, within, TABLE) is None
+    assert judge(report(), history, within, TABLE) is None, "the fault is over, but not for long enough"
+    longer = judge_neighbour(report(), history, CULPRIT, late, TABLE)
+    assert longer is not None and longer.until is not None and longer.until > late
+    back = judge(report(), history, late, TABLE)
+    assert back is not None and back.state is DeviceState.SUSPECT
+
+
+def test_a_neighbours_fault_changes_neither_a_persons_word_nor_what_is_worse() -> None:
+    for known in (
+        History(DeviceState.DRAINING, "taken"),
+        History(DeviceState.QUARANTINED, "smells burnt"),
+        History(DeviceState.QUARANTINED, "xid_48: x", until=START + timedelta(minutes=1)),
+    ):
+        assert judge_neighbour(report(), known, CULPRIT, START, TABLE) is None
+    verdict = judge(report(fatal="xid_48"), History(DeviceState.DRAINING, CULPRIT, START), START, TABLE)
     assert verdict is not None and verdict.state is DeviceState.QUARANTINED
 
 

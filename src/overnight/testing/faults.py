@@ -24,7 +24,7 @@ class FaultScript:
         self,
         device: int,
         *,
-        cause: str = "xid_79",
+        cause: str = "xid_48",
         after_seconds: float = 0.0,
         clear_after_seconds: float | None = None,
     ) -> None:
@@ -32,8 +32,8 @@ class FaultScript:
 
         Args:
             device: Index of the device in its pool.
-            cause: A cause of the health table (``xid_79``, ``row_remap_failed``, ``xid_13`` …), or ``busy`` for
-                somebody else's process.
+            cause: A cause of the health table (``xid_48``, ``row_remap_failed``, ``xid_13`` …), or ``busy`` for
+                somebody else's process. Those such as ``xid_79`` keep the other devices of the pool from new work too.
             after_seconds: From now to the fault.
             clear_after_seconds: From the fault's beginning to its end; None is for ever.
         """

@@ -118,8 +118,8 @@ class Scenario:
         victim = await self._until("a running trial has committed a checkpoint", lambda: self._saved(sweep_id))
         device_id = victim.devices[0]
         index = next(d.index for d in (await self.client.status()).devices if d.id == device_id)
-        self.story.begin("fault", f"device {index} reports Xid 79 under {victim.name}")
-        FaultScript(self.home).fail(index, cause="xid_79")
+        self.story.begin("fault", f"device {index} reports Xid 48 under {victim.name}")
+        FaultScript(self.home).fail(index, cause="xid_48")
         await self._until("the device is quarantined", lambda: self._quarantined(device_id))
         self.story.note("fault", f"device {index} is quarantined, {victim.name} is back in the queue")
         again = await self._until("its trial runs elsewhere", lambda: self._resumed(victim))

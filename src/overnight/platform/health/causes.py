@@ -46,6 +46,11 @@ class Cause:
         return self.action in FATAL_ACTIONS
 
     @property
+    def condemns_node(self) -> bool:
+        """Whether nothing new may start on the other devices of its node either."""
+        return self.action is CauseAction.QUARANTINE_NODE
+
+    @property
     def is_soft(self) -> bool:
         """Whether it adds suspicion."""
         return self.action in SOFT_ACTIONS

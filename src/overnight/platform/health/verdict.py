@@ -81,14 +81,45 @@ def judge(report: DeviceReport, history: History, now: datetime, table: CauseTab
     """
     if report.fatal is not None:
         return _condemn(report, history, now, table)
-    suspicion = history.suspicion_now(now, table.half_life_hours)
-    if report.soft is not None and report.soft != history.soft:
-        suspicion += table.get(report.soft).weight
+    suspicion = _suspicion(report, history, now, table)
     after = _after(report, history, now, table, suspicion)
     if after is history.state and (report.soft == history.soft or after in (S.QUARANTINED, S.DRAINING)):
         return None
     cause, until = _explain(report, after, suspicion, now, table)
     return Verdict(after, cause, _evidence(report, suspicion, now), until)
+
+
+def judge_neighbour(
+    report: DeviceReport, history: History, culprit: str, now: datetime, table: CauseTable
+) -> Verdict | None:
+    """The verdict on a device without a fatal cause while another one of its node shows one that condemns the node.
+
+    It drains: what runs on it goes on, since nothing is wrong with it yet, and nothing new starts. That ends by itself
+    some time after the last report of the kind, unless a person has said the same, or worse was known before.
+
+    Args:
+        report: Of the neighbour.
+        history: Of the neighbour.
+        culprit: The cause, for people, with the id of the device that shows it.
+        now: Wall time.
+        table: What signals mean.
+    """
+    if history.state is S.QUARANTINED and (history.until is None or history.until > now):
+        return None
+    if history.state is S.DRAINING:
+        by_a_person = history.until is None
+        if by_a_person or (history.cause == culprit and history.until is not None and history.until > now):
+            return None
+    until = now + timedelta(hours=table.quarantine_hours)
+    return Verdict(S.DRAINING, culprit, _evidence(report, _suspicion(report, history, now, table), now), until)
+
+
+def _suspicion(report: DeviceReport, history: History, now: datetime, table: CauseTable) -> float:
+    """The suspicion after a report: a soft cause adds to it when it appears."""
+    suspicion = history.suspicion_now(now, table.half_life_hours)
+    if report.soft is not None and report.soft != history.soft:
+        suspicion += table.get(report.soft).weight
+    return suspicion
 
 
 def _condemn(report: DeviceReport, history: History, now: datetime, table: CauseTable) -> Verdict | None:
@@ -107,7 +138,7 @@ def _after(report: DeviceReport, history: History, now: datetime, table: CauseTa
     """The state after a report without a fatal cause."""
     if history.state is S.QUARANTINED and (history.until is None or history.until > now):
         return S.QUARANTINED
-    if history.state is S.DRAINING:
+    if history.state is S.DRAINING and (history.until is None or history.until > now):
         return S.DRAINING
     if report.busy:
         return S.BUSY

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from overnight.core.enums import DeviceState
 from overnight.core.models.node import DeviceReport
 from overnight.platform.health.causes import CauseTable, shipped_causes
-from overnight.platform.health.verdict import History, Verdict, judge
+from overnight.platform.health.verdict import History, Verdict, judge, judge_neighbour
 from overnight.store import devices
 
 if TYPE_CHECKING:
@@ -45,18 +45,29 @@ class Health:
         device_ids = devices.upsert(conn, node_id=node_id, reports=reports, now=now)
         known = {device.id: device for device in devices.list_(conn, node_id)}
         kept = devices.evidence(conn, node_id)
+        culprit = self._culprit(device_ids, reports)
         changed: list[tuple[str, Verdict]] = []
         for device_id, report in zip(device_ids, reports, strict=True):
             device = known[device_id]
             history = History.load(device.state, device.cause, device.until, kept.get(device_id, {}))
-            verdict = judge(report, history, now, self._causes)
+            if culprit is not None and report.fatal is None:
+                verdict = judge_neighbour(report, history, culprit, now, self._causes)
+            else:
+                verdict = judge(report, history, now, self._causes)
             if verdict is not None and self._record(conn, device_id, verdict, now):
                 changed.append((device_id, verdict))
         return changed
 
+    def _culprit(self, device_ids: Sequence[str], reports: Sequence[DeviceReport]) -> str | None:
+        """What condemns the whole node, in words; None if nothing does."""
+        for device_id, report in zip(device_ids, reports, strict=True):
+            if report.fatal is not None and (cause := self._causes.get(report.fatal)).condemns_node:
+                return f"{cause.name} on {device_id}: {cause.meaning}"
+        return None
+
     def _record(self, conn: "Connection", device_id: str, verdict: Verdict, now: datetime) -> bool:
-        if verdict.state is DeviceState.QUARANTINED:
-            log.warning("%s is quarantined: %s", device_id, verdict.cause)
+        if verdict.state in (DeviceState.QUARANTINED, DeviceState.DRAINING):
+            log.warning("%s is %s: %s", device_id, verdict.state.value, verdict.cause)
         return devices.set_state(
             conn,
             device_id=device_id,

@@ -39,7 +39,7 @@ class FakePool:
     """``num_devices`` devices of kind ``fake`` and type ``fake-gpu``.
 
     At every probe it reads what is new in ``home.faults_file``, JSON lines such as
-    ``{"device": 2, "cause": "xid_79", "after_seconds": 3, "clear_after_seconds": 60}``. ``at`` (Unix seconds) may stand
+    ``{"device": 2, "cause": "xid_48", "after_seconds": 3, "clear_after_seconds": 60}``. ``at`` (Unix seconds) may stand
     for ``after_seconds``, which counts from the probe that first sees the line; ``{"device": 2, "clear": true}`` ends
     the device's faults. A line that makes no sense is skipped and named in the evidence of every device.
     """
