@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from overnight.core.errors import InvalidSpecError
 from overnight.core.paths import Home
+from overnight.core.sizes import parse_bytes
 
 PREFIX = "OVERNIGHT_"
 
@@ -27,6 +28,9 @@ class Settings(BaseModel):
         grace_seconds: From a yield to SIGTERM.
         heartbeat_seconds, lease_seconds: See docs/architecture.md, "Leases".
         probe_seconds: Between two looks at a device.
+        checkpoint_quota: What an experiment's checkpoints may have together, such as ``"50GB"``, unless its spec says;
+            no limit if None.
+        janitor_seconds: Between two looks at quotas and at what could not be tidied before.
         token: Bearer token for clients; read from the token file if None.
         server: URL of the server for clients; read from ``server.json`` if None.
     """
@@ -43,8 +47,22 @@ class Settings(BaseModel):
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=30.0, gt=0)
     probe_seconds: float = Field(default=5.0, gt=0)
+    checkpoint_quota: str | None = None
+    janitor_seconds: float = Field(default=300.0, gt=0)
     token: str | None = Field(default=None, repr=False)
     server: str | None = None
+
+    @field_validator("checkpoint_quota")
+    @classmethod
+    def _quota(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_bytes(value)
+        return value
+
+    @property
+    def checkpoint_quota_bytes(self) -> int | None:
+        """The quota in bytes."""
+        return parse_bytes(self.checkpoint_quota) if self.checkpoint_quota is not None else None
 
     @property
     def paths(self) -> Home:

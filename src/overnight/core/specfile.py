@@ -42,6 +42,7 @@ from overnight.core.models.spec import (
     check_name,
 )
 from overnight.core.searchspace import parse_prune, parse_space
+from overnight.core.sizes import parse_bytes
 from overnight.core.spectext import Document, Misplaced, Path
 
 MAX_EXTENDS = 10
@@ -95,6 +96,18 @@ Duration = Annotated[
 ]
 
 
+def _bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+Bytes = Annotated[
+    int | None,
+    BeforeValidator(_bytes),
+    Field(ge=1),
+    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string", "examples": ["50GB", "1.5TiB", "200MB"]}]}),
+]
+
+
 def _variables(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
@@ -142,6 +155,16 @@ class ComputeBlock(_Block):
     max_time: Duration = None
 
 
+class CheckpointsBlock(_Block):
+    """Bounds for checkpoints.
+
+    Attributes:
+        quota: What those of the whole experiment may have together: ``50GB``.
+    """
+
+    quota: Bytes = None
+
+
 class SweepBlock(_Block):
     """A search. ``params`` are in the notation of :mod:`overnight.core.searchspace`."""
 
@@ -174,6 +197,7 @@ class SpecFile(_Block):
     python: str | None = None
     code: CodeBlock = CodeBlock()
     compute: ComputeBlock = ComputeBlock()
+    checkpoints: CheckpointsBlock = CheckpointsBlock()
     objective: Objective | None = None
     priority: PriorityClass = PriorityClass.NORMAL
     rank: int = Field(default=0, ge=-1_000_000, le=1_000_000)
@@ -215,6 +239,7 @@ class Spec:
     include: tuple[str, ...]
     links: tuple[str, ...]
     compute: Compute
+    checkpoint_quota_bytes: int | None
     objective: Objective | None
     priority: PriorityClass
     rank: int
@@ -243,7 +268,8 @@ class Spec:
         Raises:
             InvalidSpecError: A part does not validate.
         """
-        own = ("experiment", "run", "args", "compute", "objective", "priority", "rank", "resume", "max_retries", "seed")
+        own = ("experiment", "run", "args", "compute", "objective", "priority", "rank", "resume", "max_retries", "seed",
+               "checkpoint_quota_bytes")  # fmt: skip
         data = {name: getattr(self, name) for name in own}
         rest = {"python": python, "workdir": workdir, "code": code, "code_links": code_links or {}}
         return validate(TrialConfig, data | rest | {"env": (env or {}) | self.env}, Document({}, "the spec"))
@@ -278,6 +304,7 @@ def parse(text: str, *, name: str = "spec.yaml", load: Load | None = None, exper
         include=surface.code.include,
         links=surface.code.link,
         compute=_compute(surface.compute, document),
+        checkpoint_quota_bytes=surface.checkpoints.quota,
         objective=surface.objective,
         priority=surface.priority,
         rank=surface.rank,

@@ -1,7 +1,7 @@
 """What the HTTP API takes and gives. Times are aware UTC, durations seconds, sizes bytes."""
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -130,6 +130,75 @@ class Checkpoint(Wire):
     uri: str
     bytes: int
     committed_at: datetime
+
+
+class StoredCheckpoint(Wire):
+    """A checkpoint as it lies in its place.
+
+    Attributes:
+        name: Of its folder.
+        bytes: In its own folder; frozen tensors, which several share, are apart.
+        role: To the next start of the trial: ``newest``, ``lineage`` (further back), or ``hidden`` by a later start.
+        kept_as: Why it stays by the run's rules; empty if it does not.
+        best: It is among the best by the metric that the run's rules name.
+        pinned_by: Who reads it just now.
+        readable: Its manifest can be read. Nothing else is looked at: see ``overnight checkpoints verify``.
+    """
+
+    name: str
+    step: int
+    attempt: int
+    generation: int
+    bytes: int
+    role: Literal["newest", "lineage", "hidden"]
+    kept_as: str = ""
+    best: bool = False
+    pinned_by: str = ""
+    readable: bool = True
+    created_at: str = ""
+    kind: str = ""
+    world_size: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class StoredCheckpoints(Wire):
+    """A checkpoint place; ``bytes`` counts frozen tensors too."""
+
+    place: str
+    bytes: int
+    items: tuple[StoredCheckpoint, ...]
+
+
+class CheckpointPruneIn(Wire):
+    """Asks for a trial's place to be tidied.
+
+    Attributes:
+        entries: These checkpoints only; empty: all that nobody needs.
+        keep: How many of the newest stay, instead of what the run's own rules say.
+        dry_run: Only say what would go.
+        reason: Goes on record.
+    """
+
+    entries: tuple[str, ...] = Field(default=(), max_length=10_000)
+    keep: int | None = Field(default=None, ge=1)
+    dry_run: bool = False
+    reason: str = Field(default="", max_length=10_000)
+
+
+class CheckpointDeletion(Wire):
+    """Something in a place that has gone, or would."""
+
+    entry: str
+    bytes: int
+    cause: str
+
+
+class CheckpointsPruned(Wire):
+    """What has become of a place."""
+
+    place: str
+    dry_run: bool
+    deleted: tuple[CheckpointDeletion, ...]
 
 
 class Trial(Wire):

@@ -161,6 +161,7 @@ class TrialConfig(Wire):
         resume: For commands that know nothing of the trainer but can save.
         max_retries: Infrastructure faults without progress after which the trial fails.
         seed: Base seed; None derives it from the trial's id.
+        checkpoint_quota_bytes: What the whole experiment's checkpoints may have together; the newest trial's counts.
     """
 
     experiment: str
@@ -178,6 +179,7 @@ class TrialConfig(Wire):
     resume: Resume | None = None
     max_retries: int = Field(default=3, ge=0, le=100)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
+    checkpoint_quota_bytes: int | None = Field(default=None, ge=1)
 
     _name = field_validator("experiment")(check_name)
 
