@@ -15,6 +15,8 @@ from pydantic import BaseModel, ValidationError
 from overnight.core import errors
 from overnight.core.enums import TrialState
 from overnight.core.models.api import (
+    CheckpointPruneIn,
+    CheckpointsPruned,
     Device,
     Event,
     Experiment,
@@ -26,6 +28,7 @@ from overnight.core.models.api import (
     ProposalBatchIn,
     ProposalIn,
     Status,
+    StoredCheckpoints,
     Sweep,
     SweepIn,
     Trial,
@@ -286,6 +289,17 @@ def log(
 def why(ref: str) -> Call[Why]:
     """Why a trial is not running, and what would change that."""
     return Call("GET", f"/v1/trials/{_ref('trial', ref)}/why", Why.model_validate)
+
+
+def checkpoints(ref: str) -> Call[StoredCheckpoints]:
+    """What a trial's checkpoint place holds."""
+    return Call("GET", f"/v1/trials/{_ref('trial', ref)}/checkpoints", StoredCheckpoints.model_validate)
+
+
+def prune_checkpoints(ref: str, body: CheckpointPruneIn) -> Call[CheckpointsPruned]:
+    """Deletes checkpoints of a trial that nobody needs."""
+    path = f"/v1/trials/{_ref('trial', ref)}/checkpoints/prune"
+    return Call("POST", path, CheckpointsPruned.model_validate, body=body.model_dump_json(), wait_seconds=600.0)
 
 
 def _act(ref: str, verb: str, reason: str, repeatable: bool = True) -> Call[Trial]:

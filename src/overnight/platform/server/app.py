@@ -9,13 +9,24 @@ from fastapi import FastAPI
 from overnight import __version__
 from overnight.platform.server import errors
 from overnight.platform.server.guard import Guard
-from overnight.platform.server.routes import code, devices, events, experiments, house, nodes, proposals, sweeps, trials
+from overnight.platform.server.routes import (
+    checkpoints,
+    code,
+    devices,
+    events,
+    experiments,
+    house,
+    nodes,
+    proposals,
+    sweeps,
+    trials,
+)
 from overnight.platform.server.tokens import TokenBook
 from overnight.platform.server.web import body_schemas
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
-ROUTERS = (nodes, proposals, trials, house, experiments, sweeps, devices, events, code)
+ROUTERS = (nodes, proposals, trials, house, experiments, sweeps, devices, events, code, checkpoints)
 """Those on the way to a trial's start come first, as routes are tried one after the other."""
 
 

@@ -12,6 +12,7 @@ from overnight.core.settings import Settings
 from overnight.platform.code import CodeStore
 from overnight.platform.engines.local import LocalEngine
 from overnight.platform.health.ward import Health
+from overnight.platform.janitor import Janitor
 from overnight.platform.scheduler.loop import SchedulerLoop
 from overnight.platform.server.body import Bodies
 from overnight.platform.server.outbox_child import OutboxChild
@@ -34,6 +35,7 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
     code = CodeStore(settings.paths)
     submissions = Submissions(store, clock, new_id, code, scheduler)
     sweeps = SweepService(store, settings, clock, submissions.many)
+    janitor = Janitor(store, settings, clock)
     services = Services(
         settings=settings,
         store=store,
@@ -47,17 +49,19 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
         submissions=submissions,
         health=Health(),
         sweeps=sweeps,
+        janitor=janitor,
         started_at=clock.now(),
     )
     outbox = OutboxChild(settings)
     services.scheduling = _background(scheduler.run(), "scheduler")
     await sweeps.open()
+    await janitor.open()
     outbox.start()
     try:
         yield services
     finally:
         services.scheduling.cancel()
-        await asyncio.gather(outbox.stop(), sweeps.close())
+        await asyncio.gather(outbox.stop(), sweeps.close(), janitor.close())
         with suppress(asyncio.CancelledError):
             await services.scheduling
         unsubscribe()

@@ -14,6 +14,7 @@ from overnight.core.settings import Settings
 from overnight.platform.code import CodeStore
 from overnight.platform.engines.local import LocalEngine
 from overnight.platform.health.ward import Health
+from overnight.platform.janitor import Janitor
 from overnight.platform.scheduler.loop import SchedulerLoop
 from overnight.platform.server.body import Bodies
 from overnight.platform.server.submit import Submissions
@@ -54,6 +55,7 @@ class Services:
     submissions: Submissions
     health: Health
     sweeps: SweepService
+    janitor: Janitor
     started_at: datetime
     scheduling: "asyncio.Task[None] | None" = None
     heard_at: dict[str, float] = field(default_factory=dict)

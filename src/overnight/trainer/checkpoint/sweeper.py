@@ -9,6 +9,7 @@ A question is a line of JSON, ``{"op", "place", ...}``. The answer is any number
 
     survey  {"place"}                     -> done: {"bytes", "rows"}
     sweep   {"place", "keep", "dry_run"}  -> what nobody needs goes; ``keep`` overrides the run's own number
+                                             done: {"bytes", "pinned"}, what is left and how many are in use
     delete  {"place", "entries", "cause", "dry_run"} -> these checkpoints go
 """
 
@@ -71,7 +72,8 @@ class Sweeper:
                 self._tell(deletion)
         else:
             doomed = sweep(found, doomed, self._watch, self._tell)
-        return {"bytes": found.num_bytes - sum(deletion.num_bytes for deletion in doomed)}
+        num_bytes = found.num_bytes - sum(deletion.num_bytes for deletion in doomed)
+        return {"bytes": num_bytes, "pinned": sum(bool(row.pinned_by) for row in found.rows)}
 
     def _tell(self, deletion: Deletion) -> None:
         self._answer({"deleted": deletion.to_json()})
