@@ -1,8 +1,7 @@
 """Fresh memory for what is read: first touches dominate a restore, so big tensors ask for huge pages.
 
 A page of 4 KiB costs a fault and its zeroing before the first byte lands in it; two MiB at once cost a fraction. The
-tensors are ordinary ones of torch's allocator, only the advice to the kernel differs, so whoever keeps them (an
-optimizer its moments) can do with them what it likes.
+memory is that of torch's own allocator, only the advice to the kernel differs, and it lives as long as the tensor.
 """
 
 import contextlib
