@@ -66,7 +66,7 @@ class Source(Protocol):
     """How many reads at a time serve it best."""
 
     def names(self) -> set[str]:
-        """Names of the regular files directly in the checkpoint."""
+        """Names of the files directly in the checkpoint, and of whatever else is there."""
 
     def size(self, file: str) -> int:
         """Bytes of a file.
@@ -109,7 +109,7 @@ class FolderSource:
 
     def names(self) -> set[str]:
         with _naming(self.folder.name):
-            return {entry.name for entry in os.scandir(self.folder) if entry.is_file()}
+            return {entry.name for entry in os.scandir(self.folder)}
 
     def size(self, file: str) -> int:
         with _naming(file):
@@ -134,6 +134,7 @@ class FolderSource:
         return digest.hexdigest()
 
     def read_all(self, file: str) -> bytes:
+        self.size(file)
         with _naming(file):
             return (self.folder / file).read_bytes()
 
