@@ -17,6 +17,9 @@ from overnight.core.errors import CheckpointError
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | np.random.BitGenerator | random.Random
 
+_BLOCK_BYTES = 8192
+"""Holds the state of any generator here; the largest is a Mersenne twister of 625 words."""
+
 
 def is_generator(obj: Any) -> bool:
     """Whether this module knows how to save it."""
@@ -85,7 +88,10 @@ def _bits(generator: np.random.Generator | np.random.BitGenerator) -> Any:
 
 
 def _pack(state: Any) -> NDArray[np.uint8]:
-    return np.frombuffer(bytearray(json.dumps(state, default=_describe, sort_keys=True).encode()), dtype=np.uint8)
+    """JSON padded to a fixed length, so that what is staged keeps its size from save to save."""
+    text = json.dumps(state, default=_describe, sort_keys=True).encode()
+    padded = text.ljust(-(-len(text) // _BLOCK_BYTES) * _BLOCK_BYTES)
+    return np.frombuffer(bytearray(padded), dtype=np.uint8)
 
 
 def _describe(value: Any) -> Any:

@@ -89,13 +89,14 @@ def _collect(frame: FrameType, take: Callable[[str, Any], Any]) -> None:
 
 
 def _look(variables: Mapping[str, Any], take: Callable[[str, Any], Any]) -> None:
-    for name, value in list(variables.items()):
-        if name.startswith("__") or isinstance(value, _PLAIN):
-            continue
-        for inner_name, inner in ((name, value), *_inside(name, value)):
-            inner = unwrap(inner)
-            if isinstance(inner, _KINDS):
-                take(inner_name, inner)
+    """Variables first, so that what is in one goes by its name."""
+    named = [(name, value) for name, value in list(variables.items()) if not name.startswith("__")]
+    held = [(name, value) for name, value in named if not isinstance(value, _PLAIN)]
+    deeper = (found for name, value in held for found in _inside(name, value))
+    for name, value in chain(held, deeper):
+        inner = unwrap(value)
+        if isinstance(inner, _KINDS):
+            take(name, inner)
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
