@@ -1,13 +1,16 @@
 """What the script was given and what of it counts: updates, samples, and where each loader is.
 
 A batch counts as consumed when the next one is requested, or when the script goes on after a ``break``; not when an
-exception leaves the run. So what was handed out last stays pending until one of these is known.
+exception leaves the run. So what was handed out last stays pending until one of these is known. With ``ack="manual"``
+it counts when the loader's position has passed it, which may be many updates later: until then it is in flight.
 """
 
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from overnight.core.errors import DataError
 from overnight.trainer.data.loader import DataLoader, MicroBatch
 from overnight.trainer.data.record import SampleRecord
 from overnight.trainer.loops import Loop
@@ -75,6 +78,8 @@ class Cursor:
         self._loaders: dict[str, DataLoader] = {}
         self._pending: Pending | None = None
         self._update: list[MicroBatch] = []
+        self._in_flight: dict[str, deque[list[MicroBatch]]] = {}
+        self._given: dict[str, tuple[int, int]] = {}
 
     @property
     def shown_step(self) -> int:
@@ -120,6 +125,20 @@ class Cursor:
             loader.load_state_dict(self._loader_states[key])
         self._loaders[key] = loader
 
+    def open_epoch(self, loader: DataLoader) -> int:
+        """The first epoch of a new loop over a loader: one of which no loop has given a batch."""
+        epoch, position = self._given.get(self._key_of(loader), (loader.epoch, loader.position))
+        if position == 0:
+            return epoch
+        if loader.ack == "auto":  # an earlier loop left this epoch early
+            loader.seek(epoch + 1, 0)
+        return epoch + 1
+
+    def place(self, loader: DataLoader, first_epoch: int) -> tuple[int, int]:
+        """Epoch and position from which a loop goes on: behind what this process has given of the loader so far."""
+        given = self._given.get(self._key_of(loader))
+        return (loader.epoch, loader.position) if given is None else max(given, (first_epoch, 0))
+
     def declare(self, loader: DataLoader, epochs: int | None) -> None:
         """Tells the sample record what to expect; None when something else than the data ends the loop."""
         key, repeats = self._key_of(loader), loader.repeats
@@ -148,6 +167,7 @@ class Cursor:
         """Counts what was handed out as consumed."""
         pending, self._pending = self._pending, None
         if pending is None:
+            self._record_acknowledged()
             return
         if pending.batch is not None:
             # an unfinished update is remembered without its data, which may be large
@@ -165,12 +185,38 @@ class Cursor:
         self._ledger.count("updates")
         if pending.batch is None or pending.loader is None:
             pending.loop.state["count"] += 1
-            return
-        for batch in self._update:
-            self._record.append(self.step - 1, batch, self._key_of(pending.loader))
-        self._update.clear()
-        if pending.loader.ack == "auto":
+        elif pending.loader.ack == "auto":
+            self._record_update(self._update, self._key_of(pending.loader))
             pending.loader.seek(pending.batch.epoch, pending.batch.end)
+        else:
+            key = self._key_of(pending.loader)
+            waiting = [replace(batch, data=None) for batch in self._update]
+            self._in_flight.setdefault(key, deque()).append(waiting)
+            self._given[key] = pending.loader.place_at(pending.batch.epoch, pending.batch.end)
+        self._update.clear()
+        self._record_acknowledged()
+
+    def _record_update(self, update: list[MicroBatch], key: str) -> None:
+        for batch in update:
+            self._record.append(max(self.step - 1, 0), batch, key)
+
+    def _record_acknowledged(self) -> None:
+        """Writes down what was in flight until its loader's position passed it.
+
+        Raises:
+            DataError: More was acknowledged than has been given.
+        """
+        for key, waiting in self._in_flight.items():
+            loader = self._loaders[key]
+            place = loader.epoch, loader.position
+            if place > self._given[key]:
+                raise DataError(
+                    f"loader {loader.name!r} was advanced to epoch {place[0]}, position {place[1]}, but it has given "
+                    f"batches up to epoch {self._given[key][0]}, position {self._given[key][1]} only",
+                    hint="Call loader.advance() once for each update that was trained on.",
+                )
+            while waiting and loader.place_at(waiting[0][-1].epoch, waiting[0][-1].end) <= place:
+                self._record_update(waiting.popleft(), key)
 
     def places(self) -> dict[str, dict[str, int]]:
         """Epoch and position of each loader, for a manifest's readers."""

@@ -368,20 +368,21 @@ class Run:
                 return
             self._cursor.bind(loader)
             if loop.state["first_epoch"] is None:
-                if loader.position:  # an earlier loop left this epoch early
-                    loader.seek(loader.epoch + 1, 0)
-                loop.state["first_epoch"] = loader.epoch
+                loop.state["first_epoch"] = self._cursor.open_epoch(loader)
             last = None if epochs is None else loop.state["first_epoch"] + epochs
             self._cursor.declare(loader, last)
             self._at_entry()
-            while last is None or loader.epoch < last:
-                if (yield from self._rest_of_epoch(loop, loader, seconds)):
+            epoch, position = self._cursor.place(loader, loop.state["first_epoch"])
+            while last is None or epoch < last:
+                if (yield from self._rest_of_epoch(loop, loader, epoch, position, seconds)):
                     break
+                epoch, position = epoch + 1, 0
 
-    def _rest_of_epoch(self, loop: Loop, loader: DataLoader, seconds: float | None) -> Generator[Any, None, bool]:
-        """The batches up to the end of the epoch; returns whether the loop's time is over."""
-        epoch = loader.epoch
-        batches = loader.micro_batches(epoch, loader.position)
+    def _rest_of_epoch(
+        self, loop: Loop, loader: DataLoader, epoch: int, position: int, seconds: float | None
+    ) -> Generator[Any, None, bool]:
+        """The batches from a position to the end of the epoch; returns whether the loop's time is over."""
+        batches = loader.micro_batches(epoch, position)
         since = time.monotonic()
         while True:
             with self._ledger.within("data_wait"):
@@ -396,13 +397,14 @@ class Run:
             if seconds is not None:
                 loop.state["seconds"] += time.monotonic() - since
                 over = loop.state["seconds"] >= seconds
-            ended = self._boundary(epoch_end=loader.epoch != epoch and not self._loops.inside("epochs"), over=over)
+            is_last = loader.place_at(epoch, batch.end)[0] != epoch
+            ended = self._boundary(epoch_end=is_last and not self._loops.inside("epochs"), over=over)
             if seconds is not None and ended == loop.number:
                 loop.state["done"] = True
                 self._cursor.leave_epoch(loader, batch, consumed=True)
                 return True
             since = time.monotonic()
-        if loader.epoch == epoch:
+        if loader.epoch == epoch and loader.ack == "auto":
             loader.seek(epoch + 1, 0)
         return False
 

@@ -82,7 +82,8 @@ class DataLoader:
         num_samples: Draws per epoch, with ``weights`` only; the data set's length otherwise.
         drop_last: Drop the last short batch on one rank too.
         pure: The data set and ``collate_fn`` draw no random numbers: saves 12 us per sample.
-        ack: ``"auto"``: a batch is consumed when the next one is requested. ``"manual"``: when :meth:`advance` says so.
+        ack: ``"auto"``: a batch is consumed when the next one is requested. ``"manual"``: when :meth:`advance` says so,
+            oldest first; what was given but not acknowledged before a save is given again after a resume.
         name: Distinguishes the loaders of a run.
         fingerprint: Identity of the data's content. None hashes the first, middle and last sample.
         allow_changed: Continue although the saved state belongs to other data or another order.
@@ -321,23 +322,28 @@ class DataLoader:
         """Moves to a global position of an epoch; one past the last update is the start of the next epoch (C9)."""
         if epoch < 0 or position < 0:
             raise DataError(f"epoch {epoch}, position {position} is not a place", hint="Both count from 0.")
-        bound = self._ready
         length = self._epoch_length(epoch)
         if position > length:
             raise DataError(
                 f"position {position} is beyond epoch {epoch}, which has {length} sample(s)",
                 hint="Was the state saved with another data set?",
             )
-        if position and bound.geometry.update_end(position, length) is None:
-            epoch, position = epoch + 1, 0
-        self._epoch, self._position, self._is_abandoned = epoch, position, False
+        self._epoch, self._position = self.place_at(epoch, position)
+        self._is_abandoned = False
+
+    def place_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """Epoch and position of the next update; behind an epoch's last one that is the start of the next epoch."""
+        is_over = position and self._ready.geometry.update_end(position, self._epoch_length(epoch)) is None
+        return (epoch + 1, 0) if is_over else (epoch, position)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the start of an epoch, as with torch's distributed sampler."""
         self.seek(epoch, 0)
 
     def advance(self, num_updates: int = 1) -> None:
-        """Counts updates as consumed.
+        """Counts updates as consumed: the acknowledgement of ``ack="manual"``.
+
+        In a run, call it inside a loop's body, on all ranks alike: the step of that body is the one that consumed them.
 
         Raises:
             DataError: The data set is empty.
