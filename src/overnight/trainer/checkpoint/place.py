@@ -241,14 +241,15 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes a whole, durable file or none: temporary name, fsync, rename."""
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Writes a whole file or none: temporary name, fsync, rename. What is not durable may be lost in a power cut."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 Nothing is assumed of a store but that a written object is whole, and that reads and lists see it from then on. So
 a checkpoint is published by its manifest, written last, and a fence is claimed by a file of a unique name before it is
-written: who sees another claim withdraws.
+written: who sees another claim withdraws. Requests that fail for the moment are repeated.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from overnight.core.errors import BadInputError, SetupError
 from overnight.trainer.checkpoint.place import CheckpointName, Place
+from overnight.trainer.checkpoint.retry import Patience
 
 MANIFEST_NAME = "manifest.json"
 _EXTRAS = {"s3": "overnight[s3]", "s3a": "overnight[s3]"}
@@ -23,9 +24,11 @@ class RemotePlace(Place):
         url: As the user gave it, for messages.
         files: An fsspec file system.
         root: Path of the place in it.
+        patience: With failing requests.
     """
 
-    def __init__(self, url: str, files: Any, root: str) -> None:
+    def __init__(self, url: str, files: Any, root: str, patience: Patience = Patience()) -> None:
+        self.patience = patience
         self.url = url.rstrip("/")
         self.files = files
         self._root = root.rstrip("/")
@@ -48,33 +51,37 @@ class RemotePlace(Place):
 
     def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         path = self.full(folder)
-        self.files.invalidate_cache()
+
+        def ask() -> list[dict[str, Any]]:
+            self.files.invalidate_cache()
+            return cast(list[dict[str, Any]], self.files.ls(path, detail=True))
+
         try:
-            found = self.files.ls(path, detail=True)
-        except FileNotFoundError:
-            return []
-        except NotADirectoryError:
+            found = self.patience.call(ask)
+        except (FileNotFoundError, NotADirectoryError):
             return []
         named = [(str(info["name"]).rstrip("/"), info) for info in found]
         inside = [(name.rpartition("/")[2], info) for name, info in named if name.strip("/") != path.strip("/")]
         return [(name, info) for name, info in inside if name]
 
     def read(self, path: str) -> bytes:
-        return cast(bytes, self.files.cat_file(self.full(path)))
+        return cast(bytes, self.patience.call(lambda: self.files.cat_file(self.full(path))))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        return cast(bytes, self.files.cat_file(self.full(path), start=offset, end=offset + length))
+        end = offset + length
+        return cast(bytes, self.patience.call(lambda: self.files.cat_file(self.full(path), start=offset, end=end)))
 
     def write(self, path: str, data: bytes) -> None:
         self.make_folder(path)
-        self.files.pipe_file(self.full(path), data)
+        self.patience.call(lambda: self.files.pipe_file(self.full(path), data))
 
     def make_folder(self, path: str) -> None:
         """Makes the folder around a file, where the store has folders."""
         parent = self.full(path).rpartition("/")[0]
-        if parent.count("/") > self._root.count("/") or "/" in self._root.strip("/"):
-            with contextlib.suppress(FileExistsError, PermissionError):  # an object store may refuse: it has no folders
-                self.files.makedirs(parent, exist_ok=True)
+        if "/" not in parent.strip("/"):
+            return  # the bucket, which must be there
+        with contextlib.suppress(FileExistsError, PermissionError):  # an object store may refuse: it has no folders
+            self.patience.call(lambda: self.files.makedirs(parent, exist_ok=True))
 
     def create(self, path: str, data: bytes) -> bool:
         claim = f"{path}.claim-{secrets.token_hex(8)}"
@@ -85,27 +92,39 @@ class RemotePlace(Place):
         try:
             if rivals:
                 return False
-            self._create_exclusively(self.full(path), data)
-            return True
-        except FileExistsError:
-            return False
+            return self._create_exclusively(path, data)
         finally:
             self.remove(claim)
 
-    def _create_exclusively(self, path: str, data: bytes) -> None:
+    def _create_exclusively(self, path: str, data: bytes) -> bool:
         """Lets the store guard the name as well, where it can."""
+        tries = 0
+
+        def create() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                self.files.pipe_file(self.full(path), data, mode="create")
+            except (NotImplementedError, TypeError, ValueError):
+                self.files.pipe_file(self.full(path), data)
+
         try:
-            self.files.pipe_file(path, data, mode="create")
-        except (NotImplementedError, TypeError, ValueError):
-            self.files.pipe_file(path, data)
+            self.patience.call(create)
+            return True
+        except FileExistsError:  # perhaps by the first try, whose answer was lost
+            return tries > 1 and self.read(path) == data
 
     def remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the manifest first: without it the folder is no checkpoint
-            if CheckpointName.parse(path) is not None:
-                self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}"))
-        with contextlib.suppress(FileNotFoundError):
+        if CheckpointName.parse(path) is not None:  # without its manifest it is no checkpoint any more
+            with contextlib.suppress(FileNotFoundError):
+                self.patience.call(lambda: self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}")))
+
+        def delete() -> None:
             self.files.invalidate_cache()
             self.files.rm(self.full(path), recursive=True)
+
+        with contextlib.suppress(FileNotFoundError):
+            self.patience.call(delete)
 
     def checkpoints(self) -> list[CheckpointName]:
         names = [name for entry in self.entries() if (name := CheckpointName.parse(entry))]

@@ -20,6 +20,7 @@ class Author:
         rank, world_size: Of this process.
         seed: The trial's seed.
         timeout_seconds: How long ranks wait for each other, and how long a save may make no progress.
+        retry_seconds: How long a remote store may fail before a save does.
     """
 
     token: Token
@@ -28,6 +29,7 @@ class Author:
     world_size: int = 1
     seed: int = 0
     timeout_seconds: float = 300.0
+    retry_seconds: float = 60.0
 
     def to_json(self) -> dict[str, Any]:
         """The author as JSON."""
@@ -85,8 +87,8 @@ class SaveOrder:
         pieces: The tensors.
         kind: Why it is saved.
         metrics: Latest values by name, for keeping the best checkpoints.
-        facts: ``versions`` (by name), ``threads`` (compute threads of a rank) and ``envelope`` (whatever else the last
-            bits of a computation may depend on).
+        facts: ``versions`` (by name), ``threads`` (compute threads of a rank), ``envelope`` (whatever else the last
+            bits of a computation may depend on) and ``retention``, for the manifest.
     """
 
     number: int

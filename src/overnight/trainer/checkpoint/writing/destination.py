@@ -1,0 +1,210 @@
+"""Where a checkpoint goes, and how it becomes visible there.
+
+A local destination is written to directly, in ``<name>.partial``, and published by one rename. For a remote one, the
+files are first written to a local folder (one checkpoint at a time, which bounds it), then uploaded and verified, and
+published by the manifest.
+"""
+
+import contextlib
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from overnight.core.errors import SaveFailedError
+from overnight.trainer.checkpoint.fence import refuse_stale
+from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from overnight.trainer.checkpoint.place import (
+    CheckpointName,
+    LocalPlace,
+    Place,
+    Token,
+    partial_name,
+    sync_directory,
+    sync_file,
+)
+from overnight.trainer.checkpoint.remote import RemotePlace
+from overnight.trainer.checkpoint.writing.upload import upload
+
+Progress = Callable[[int], None]
+
+
+class Destination(ABC):
+    """The place of one rank's saves.
+
+    Attributes:
+        place: The checkpoint place.
+        rank: Of this process.
+    """
+
+    place: Place
+    rank: int
+
+    @abstractmethod
+    def folder(self, name: CheckpointName) -> Path:
+        """The local folder in which this rank writes its files; it is made."""
+
+    def base_folder(self, name: CheckpointName) -> Path:
+        """The local folder in which this rank writes a new base; it is made."""
+        folder = self.folder(name) / f".base-{self.rank}"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def note(self, name: CheckpointName) -> Path:
+        """File in which this rank notes on this machine that its files are complete, and what they are."""
+        return self.folder(name) / f"rank-{self.rank}.json"
+
+    @abstractmethod
+    def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
+        """Returns when this rank's files, which are durable in :meth:`folder`, and its note are at the destination."""
+
+    @abstractmethod
+    def deliver_base(self, folder: Path, base: str, files: Mapping[str, FileEntry]) -> None:
+        """Publishes a base."""
+
+    @abstractmethod
+    def add(self, name: CheckpointName, file: str, data: bytes) -> None:
+        """Adds a small file of rank 0."""
+
+    @abstractmethod
+    def publish(self, manifest: Manifest, token: Token) -> None:
+        """Makes a checkpoint visible, durably, whose files are all at the destination.
+
+        Raises:
+            FencedError: A higher token owns the place.
+            SaveFailedError: A rank has given up meanwhile.
+        """
+
+    @abstractmethod
+    def is_published(self, name: CheckpointName) -> bool:
+        """Whether it is visible."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """Removes what earlier processes have left on this machine; called before the first save."""
+
+    @abstractmethod
+    def forget(self, name: CheckpointName, *, failed: bool) -> None:
+        """Gives back what this rank needs no longer on disk."""
+
+
+def make_destination(place: Place, rank: int, staging: Path, progress: Progress) -> Destination:
+    """The destination for a place."""
+    if isinstance(place, LocalPlace):
+        return LocalDestination(place, rank)
+    assert isinstance(place, RemotePlace)
+    return RemoteDestination(place, rank, staging, progress)
+
+
+class LocalDestination(Destination):
+    """A local folder: it is the staging place too, so nothing is copied twice."""
+
+    def __init__(self, place: LocalPlace, rank: int) -> None:
+        self.place: LocalPlace = place
+        self.rank = rank
+
+    def folder(self, name: CheckpointName) -> Path:
+        folder = self.place.partial(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
+        pass  # they are there already
+
+    def deliver_base(self, folder: Path, base: str, files: Mapping[str, FileEntry]) -> None:
+        sync_directory(folder)
+        with contextlib.suppress(OSError):  # it exists; whether it is whole is seen below
+            folder.rename(self.place.root / base)
+        sync_directory(self.place.root)
+        if self.place.sizes(base) != {file: entry.size for file, entry in files.items()}:
+            raise SaveFailedError(f"{base} in {self.place} is damaged", hint="Delete that folder.")
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, name: CheckpointName, file: str, data: bytes) -> None:
+        (self.place.partial(name) / file).write_bytes(data)
+
+    def publish(self, manifest: Manifest, token: Token) -> None:
+        folder = self.place.partial(manifest.name)
+        for entry in self.place.entries(folder.name):
+            if entry.startswith("abort-"):
+                raise SaveFailedError(f"rank {entry[6:-5]} has given up")
+            if entry not in manifest.files:  # what the ranks told each other, and what a killed writer left
+                self.place.remove(f"{folder.name}/{entry}")
+        sizes = self.place.sizes(folder.name)
+        for name, described in manifest.files.items():
+            if not name.startswith("../") and sizes.get(name) != described.size:
+                raise SaveFailedError(f"{name} has {sizes.get(name, 'no')} bytes instead of {described.size}")
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        for file in (*manifest.files, MANIFEST):
+            if not file.endswith(".distcp"):  # which are durable, as are bases
+                sync_file(folder / file)
+        sync_directory(folder)
+        refuse_stale(self.place, token)
+        folder.rename(self.place.path(manifest.name))
+        sync_directory(self.place.root)
+
+    def is_published(self, name: CheckpointName) -> bool:
+        return self.place.path(name).exists()
+
+    def tidy(self) -> None:
+        pass  # retention knows whose unfinished checkpoints these are
+
+    def forget(self, name: CheckpointName, *, failed: bool) -> None:
+        folder, note = self.place.partial(name), self.place.partial(name) / f"rank-{self.rank}.json"
+        with contextlib.suppress(OSError):
+            if failed and (self.rank == 0 or not note.exists()):  # else rank 0 may be about to publish
+                note.unlink(missing_ok=True)
+                shutil.rmtree(folder / f".base-{self.rank}", ignore_errors=True)
+                for path in folder.glob(f"__{self.rank}_*.distcp"):  # the disk may be full
+                    path.unlink(missing_ok=True)
+
+
+class RemoteDestination(Destination):
+    """A store behind fsspec."""
+
+    def __init__(self, place: RemotePlace, rank: int, staging: Path, progress: Progress) -> None:
+        self.place: RemotePlace = place
+        self.rank = rank
+        self._staging = staging
+        self._progress = progress
+
+    def tidy(self) -> None:
+        for leftover in self._staging.glob(f"*.rank-{self.rank}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def folder(self, name: CheckpointName) -> Path:
+        folder = self._staging / f"{name}.rank-{self.rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
+        own = {file: entry for file, entry in files.items() if not file.startswith("../")}
+        upload(self.place, self.folder(name), str(name), own, self._progress)
+        note = self.note(name)
+        self.place.write(f"{partial_name(name)}/{note.name}", note.read_bytes())
+
+    def deliver_base(self, folder: Path, base: str, files: Mapping[str, FileEntry]) -> None:
+        upload(self.place, folder, base, files, self._progress)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, name: CheckpointName, file: str, data: bytes) -> None:
+        path = f"{name}/{file}"
+        self.place.write(path, data)
+        if self.place.read(path) != data:
+            raise SaveFailedError(f"{path} arrived damaged in {self.place}")
+
+    def publish(self, manifest: Manifest, token: Token) -> None:
+        meeting = partial_name(manifest.name)
+        for entry in self.place.entries(meeting):
+            if entry.startswith("abort-"):
+                raise SaveFailedError(f"rank {entry[6:-5]} has given up")
+        refuse_stale(self.place, token)
+        self.add(manifest.name, MANIFEST, manifest.to_bytes())
+        with contextlib.suppress(Exception):  # it is committed: whatever the driver raises, only rubbish stays
+            self.place.remove(meeting)
+
+    def is_published(self, name: CheckpointName) -> bool:
+        return MANIFEST in self.place.sizes(str(name))
+
+    def forget(self, name: CheckpointName, *, failed: bool) -> None:
+        shutil.rmtree(self._staging / f"{name}.rank-{self.rank}", ignore_errors=True)
