@@ -40,6 +40,9 @@ class Delivery:
         generation: Its current generation.
         heartbeat_seconds: Longest silence between two posts.
         on_directive: Called with the directive of each answer.
+
+    Attributes:
+        generation: The current one; rises when the ranks start again.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Delivery:
         self._spool = spool
         self._link = link
         self._attempt_id = attempt_id
-        self._generation = generation
+        self.generation = generation
         self._heartbeat_seconds = heartbeat_seconds
         self._on_directive = on_directive
         self._counter = 0
@@ -94,7 +97,7 @@ class Delivery:
         self._wanted.clear()
         self._urgent.clear()
         self._counter += 1
-        body = {"counter": self._counter, "generation": self._generation, "events": self._spool.pending()}
+        body = {"counter": self._counter, "generation": self.generation, "events": self._spool.pending()}
         path = f"/v1/attempts/{self._attempt_id}/spool"
         status, answer = await self._link.request("POST", path, body, timeout_seconds=POST_TIMEOUT_SECONDS)
         if _is_stale(status, answer):

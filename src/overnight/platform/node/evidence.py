@@ -20,6 +20,12 @@ _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|unable to allocate .* for an array", re.IGNORECASE
 )
 
+_PEER_LOSS = re.compile(
+    r"connection (was )?(likely )?(closed|reset|aborted)|broken pipe|socket closed|a peer has gone"
+    r"|remote process exited|failed to recv, got 0 bytes|ncclRemoteError",
+    re.IGNORECASE,
+)
+
 
 def error_from_log(lines: list[str]) -> dict[str, Any] | None:
     """The exception with which a Python program ended, read from the end of its output.
@@ -91,6 +97,11 @@ def is_out_of_memory(error: dict[str, Any] | None) -> bool:
     return name in ("MemoryError", "OutOfMemoryError", "_ArrayMemoryError") or (
         name in ("RuntimeError", "AcceleratorError", "CudaError") and bool(_OUT_OF_MEMORY.search(str(error["message"])))
     )
+
+
+def is_peer_loss(error: dict[str, Any] | None) -> bool:
+    """Whether an exception only says that another rank is gone: gloo and NCCL tell it by the text alone."""
+    return error is not None and bool(_PEER_LOSS.search(str(error["message"])))
 
 
 def oom_kills() -> int:

@@ -182,13 +182,14 @@ class Undertaker:
             return
         try:
             spool = Spool(held.folder)
+            generation = max(int(order["generation"]), spool.last_generation)  # its ranks may have started again
             if report is not None and spool.last_kind != "exit":
-                spool.append("exit", int(order["generation"]), report, durable=True)
+                spool.append("exit", generation, report, durable=True)
         except OSError as error:
             _log.error("the spool of %s cannot be read: %s", held.attempt_id, error)
             return
         link = ServerLink(Path(order["server_file"]), Path(order["token_file"]))
-        delivery = Delivery(spool, link, held.attempt_id, int(order["generation"]), self._heartbeat_seconds)
+        delivery = Delivery(spool, link, held.attempt_id, generation, self._heartbeat_seconds)
         backoff = Backoff()
         try:
             while not spool.drained:

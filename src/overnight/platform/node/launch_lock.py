@@ -101,6 +101,11 @@ def mark_held(descriptor: int, token: str) -> None:
     _write(descriptor, {"token": token, "held": True, "supervisor": Identity.mine().to_dict()})
 
 
+def mark_restarted(descriptor: int) -> None:
+    """The ranks start again: the file's time of change is that of the newest launch, as those who measure it expect."""
+    os.utime(descriptor)
+
+
 def holder(folder: Path) -> Identity | None:
     """The supervisor that holds, or last held, the lock; None if none ever did."""
     try:

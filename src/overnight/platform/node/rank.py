@@ -8,6 +8,7 @@ Standard library only: runs in the user's interpreter too.
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -53,6 +54,7 @@ def fork_seat() -> Seat:
         reset_signals()
         descriptor = os.dup2(theirs.fileno(), 3)
         os.closerange(4, 1 << 20)
+        gc.freeze()  # what the parent is amid of must not be finalised here: its descriptors have new owners
         script.make_anew()
         _rehearse()
         order = _receive(descriptor)

@@ -35,6 +35,14 @@ class Attempt(Protocol):
         """``hello``, ``error`` or ``leaving``."""
         ...
 
+    def committed(self, step: int, *, forked: bool) -> None:
+        """A checkpoint of this step was committed, or the ranks went on from it (``forked``)."""
+        ...
+
+    def progressed(self, rank: int, step: int, phase: str) -> None:
+        """A rank said where it is."""
+        ...
+
     async def control(self, body: dict[str, Any]) -> dict[str, Any]:
         """An instruction of the daemon."""
         ...
@@ -95,7 +103,9 @@ class RankApi:
         return {"directive": self._attempt.directive(), "generation": self._attempt.generation}
 
     def _forked(self, body: dict[str, Any]) -> dict[str, Any]:
-        fork = {"generation": self._attempt.generation, "fork_step": _int(body, "step"), "trainer": True}
+        step = _int(body, "step")
+        self._attempt.committed(step, forked=True)
+        fork = {"generation": self._attempt.generation, "fork_step": step, "trainer": True}
         self._attempt.spool("generation", fork, urgent=True)
         return {"directive": self._attempt.directive()}
 
@@ -105,7 +115,9 @@ class RankApi:
         if ledger:
             self._attempt.spool("ledger", {name: _numbers(ledger, name) for name in ("seconds", "counts")})
         if body.get("step") is not None:
-            self._untold = {"step": _int(body, "step"), "phase": str(body.get("phase") or "")[:250]}
+            step, phase = _int(body, "step"), str(body.get("phase") or "")[:250]
+            self._attempt.progressed(_rank(body), step, phase)
+            self._untold = {"step": step, "phase": phase}
             if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
                 self.tell_progress()
         return {"directive": self._attempt.directive()}
@@ -129,7 +141,9 @@ class RankApi:
         uri = body.get("uri")
         if not isinstance(uri, str):
             raise HttpError(400, "uri must be a text")
-        data = {"step": _int(body, "step"), "uri": uri[:4096], "bytes": _int(body, "bytes")}
+        step = _int(body, "step")
+        data = {"step": step, "uri": uri[:4096], "bytes": _int(body, "bytes")}
+        self._attempt.committed(step, forked=False)
         self._attempt.spool("checkpoint", {**data, "generation": self._attempt.generation}, urgent=True)
         return {"directive": self._attempt.directive()}
 

@@ -12,7 +12,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from overnight.platform.node.identity import Identity, boot_id, read_stat
 
@@ -127,22 +127,30 @@ def reap(on_exit: Callable[[int, int], None] | None = None) -> bool:
             on_exit(pid, status)
 
 
-def kill_descendants(on_exit: Callable[[int, int], None] | None = None, deadline_seconds: float = 10.0) -> bool:
-    """Ends every descendant of this process, which must be a subreaper.
+def kill_descendants(
+    on_exit: Callable[[int, int], None] | None = None,
+    deadline_seconds: float = 10.0,
+    *,
+    keep: Collection[int] = (),
+) -> bool:
+    """Ends every descendant of this process, which must be a subreaper and have one thread.
 
     Args:
         on_exit: As in :func:`reap`.
         deadline_seconds: Give up after this long: something cannot be killed (uninterruptible I/O).
+        keep: Children that stay, and that have no children.
 
     Returns:
-        Whether none is left. Having no child at all proves it, as every orphan becomes a child.
+        Whether none is left. Having no other child proves it: every orphan becomes a child, and a child stays one
+        until it is reaped, which nobody but this thread does.
     """
     ends_at = time.monotonic() + deadline_seconds
     rounds = 0
-    while reap(on_exit):
+    me = os.getpid()
+    while reap(on_exit) and not (keep and set(children(me)) <= set(keep)):
         if time.monotonic() >= ends_at:
             return False
-        _freeze_and_kill(descendants(os.getpid()))
+        _freeze_and_kill(pid for pid in descendants(me) if pid not in keep)
         rounds += 1
         time.sleep(0.001 if rounds < 50 else 0.01)
     return True

@@ -38,6 +38,7 @@ class Spool:
         self._size = 0
         self.last_seq = 0
         self.last_kind: str | None = None
+        self.last_generation = 0
         self._recover()
         self.acked = min(self._read_acked(), self.last_seq)
         self._cursor = (0, 0)  # every event up to this seq ends before this offset
@@ -70,6 +71,7 @@ class Spool:
         self._size += len(line)
         self.last_seq += 1
         self.last_kind = kind
+        self.last_generation = generation
         self._dirty = True
         if durable:
             self.sync()
@@ -134,6 +136,7 @@ class Spool:
     def _recover(self) -> None:
         for seq, offset, event in self._scan(0, 0):
             self.last_seq, self._size, self.last_kind = seq, offset, str(event.get("kind"))
+            self.last_generation = int(event.get("generation", 0))
         if os.fstat(self._descriptor).st_size > self._size:
             os.ftruncate(self._descriptor, self._size)
 

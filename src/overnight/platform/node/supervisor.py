@@ -9,13 +9,12 @@ Standard library only: runs in the user's interpreter too.
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +22,7 @@ from overnight.platform.node import command, evidence, launch_lock, reaper
 from overnight.platform.node.delivery import Delivery, StaleError, follow_directives
 from overnight.platform.node.directives import DirectiveBoard
 from overnight.platform.node.files import read_json, write_json
+from overnight.platform.node.gang import Gang
 from overnight.platform.node.identity import Identity
 from overnight.platform.node.link import ServerLink
 from overnight.platform.node.mlflow_endpoint import MlflowEndpoint
@@ -31,6 +31,7 @@ from overnight.platform.node.output import BoundedOutput
 from overnight.platform.node.places import Places, free_port
 from overnight.platform.node.rank import Seat, fork_seat
 from overnight.platform.node.rank_api import RankApi
+from overnight.platform.node.restarts import Restarts
 from overnight.platform.node.spool import Spool
 from overnight.platform.node.tail import Tail, last_lines
 from overnight.platform.node.wire import HttpError, Request, Server, WireError
@@ -40,6 +41,8 @@ PEER_SECONDS = 5.0
 FLUSH_SECONDS = 5.0
 TICK_SECONDS = 0.1
 SYNC_SECONDS = 1.0
+HEAR_OUT_SECONDS = 0.25
+"""Before the ranks start again, what the last ones had still sent is answered for at most so long."""
 HEAD_START_SECONDS = 0.02
 """The ranks go first: where cores are few, talk with the server would hold up the first lines of the script."""
 
@@ -71,42 +74,6 @@ def main(handover: dict[str, Any], seat: Seat | None = None) -> NoReturn:
         os._exit(status)
 
 
-_SAMPLE_ORDER: dict[str, Any] = {
-    "attempt_id": "rehearsal", "trial_id": "rehearsal", "trial_name": "rehearsal", "experiment": "rehearsal",
-    "number": 1, "generation": 1, "devices": [{"id": "d", "index": 0, "kind": "cpu"}], "world_size": 1, "ranks": [],
-    "run": {"kind": "script", "target": "train.py", "argv": []}, "args": "flags", "params": {"lr": 0.1, "m": {"n": 1}},
-    "python": None, "cwd": "/", "env": {"PATH": "/usr/bin"}, "checkpoints": "/", "objective": None, "resume": None,
-    "seed": 0, "mlflow_run_id": None, "mlflow_experiment": "rehearsal", "server_file": "/", "token_file": "/",
-    "threads": 1,
-}  # fmt: skip
-
-
-def rehearse(scratch: str) -> None:
-    """Goes through a start without ranks, in a folder of its own, and removes the traces.
-
-    A forked process pays for each page that it touches first; a spare does so while it waits, not when an order
-    comes: 600 page faults fewer on an order's way to the first line of a script, about 5 ms.
-    """
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=scratch) as name:
-        folder = Path(name)
-        order = {**_SAMPLE_ORDER, "trial_dir": name, "attempt_dir": name}
-        handover = {
-            "dir": name,
-            "socket": f"{name}/s",
-            "imports": "",
-            "heartbeat_seconds": 5.0,
-            "python": sys.executable,
-        }
-        write_json(folder / "order.json", order)
-        claim = launch_lock.stamp(folder)
-        lock = launch_lock.hold(folder, claim.token or "")
-        if lock is not None:
-            supervisor = Supervisor({**handover, "token": claim.token}, lock, None)
-            supervisor.start_ranks()
-            json.dumps(supervisor._rank_order(command.plan(order, sys.executable), 0, 0, "1"))
-            asyncio.run(supervisor._discard())
-
-
 class Supervisor:
     """One attempt. See :func:`main` for the arguments; ``lock`` is the held ``launch.lock``."""
 
@@ -124,17 +91,18 @@ class Supervisor:
         self._spool = Spool(self._folder)
         self._places = Places.open(handover["socket"])
         self._board = DirectiveBoard()
-        self._pids: dict[int, int] = {}  # rank -> pid
-        self._statuses: dict[int, int] = {}  # rank -> exit code, negative for a signal
-        self._trainer_ranks: set[int] = set()
-        self._left: dict[int, dict[str, Any]] = {}
-        self._error: dict[str, Any] | None = None
-        self._failed_rank: int | None = None
+        self._gang = Gang({})
+        self._spares: dict[int, Seat] = {}  # pid -> a rank that waits for the next start
+        self._restarts = Restarts()
+        self._uses_trainer = False
+        self._wants_spares = False
+        self._error: dict[str, Any] | None = None  # of the supervisor's own
         self._killed: str | None = None
         self._started = time.monotonic()
         self._oom_kills = 0
         self._census: set[int] = set()
-        self._outputs: list[BoundedOutput] = []
+        self._outputs = [BoundedOutput(self._log(rank)) for rank in order["ranks"]]
+        self._log_starts: dict[int, int] = {}
         self._tail: Tail | None = None
         self._reader: ObjectiveReader | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -152,23 +120,21 @@ class Supervisor:
     # -- start
 
     def start_ranks(self) -> None:
-        """Records every process, then lets the ranks go. Before the event loop exists, because it forks."""
+        """Records every process, then lets the ranks go. The first time before the event loop exists: it forks."""
         launch_lock.mark_held(self._lock, self._handover["token"])
-        seats = {rank: self._take_seat() for rank in self._order["ranks"]}
-        self._pids = {rank: seat.pid for rank, seat in seats.items()}
+        self._gang = Gang({rank: self._take_seat() for rank in self._order["ranks"]})
         self._write_pids()
-        self._outputs = [BoundedOutput(self._log(rank)) for rank in self._pids]
         plan = command.plan(self._order, self._handover["python"])
-        port = str(free_port())
-        for local_rank, (rank, seat) in enumerate(seats.items()):
-            with contextlib.suppress(OSError):  # a rank that is gone already shows by its exit
-                seat.send(self._rank_order(plan, rank, local_rank, port))
+        self._gang.start(partial(self.rank_order, plan, str(free_port())))
 
     def _take_seat(self) -> Seat:
         seat, self._seat = self._seat, None
+        if seat is None and self._spares:
+            _, seat = self._spares.popitem()
         return seat or fork_seat()
 
-    def _rank_order(self, plan: command.Plan, rank: int, local_rank: int, port: str) -> dict[str, Any]:
+    def rank_order(self, plan: command.Plan, port: str, rank: int, local_rank: int) -> dict[str, Any]:
+        """What a rank is told; see :func:`overnight.platform.node.rank.become`."""
         places = {
             "supervisor": self._places.path,
             "mlflow_uri": self._places.mlflow_uri,
@@ -177,11 +143,12 @@ class Supervisor:
             "master_port": port,
             "imports": self._handover["imports"],
         }
+        order = {**self._order, "generation": self.generation}
         return {
             "attempt_id": self._order["attempt_id"],
             "log": str(self._log(rank)),
             "cwd": self._order["cwd"],
-            "env": command.rank_env(self._order, os.environ, rank=rank, local_rank=local_rank, places=places),
+            "env": command.rank_env(order, os.environ, rank=rank, local_rank=local_rank, places=places),
             "words": plan.words,
             "warm": self._warm,
             "kind": plan.kind,
@@ -195,12 +162,13 @@ class Supervisor:
 
     def _write_pids(self) -> None:
         boot = Identity.mine().boot
-        ranks = {str(rank): identity.to_dict() for rank, pid in self._pids.items() if (identity := Identity.of(pid))}
+        pids_of = self._gang.pids.items()
+        ranks = {str(rank): identity.to_dict() for rank, pid in pids_of if (identity := Identity.of(pid))}
         census = [[pid, identity.start] for pid in sorted(self._census) if (identity := Identity.of(pid))]
         pids = {"supervisor": Identity.mine().to_dict(), "ranks": ranks, "census": census, "boot": boot}
         write_json(self._folder / launch_lock.PIDS, pids)
 
-    async def _discard(self) -> None:
+    async def discard(self) -> None:
         """Ends a rehearsal."""
         for server, listening in self._servers:
             await server.listen(listening)
@@ -219,46 +187,39 @@ class Supervisor:
             loop.add_signal_handler(number, self._kill_now, "killed")
         for server, listening in self._servers:
             await server.listen(listening)
-        self.spool("started", {"pids": {str(r): p for r, p in self._pids.items()}, "warm": self._warm}, urgent=True)
+        self.spool("started", {"pids": self._told_pids(), "warm": self._warm}, urgent=True)
         self._oom_kills = evidence.oom_kills()
         self._tasks = [asyncio.create_task(work) for work in (self._deliver(), self._listen(), self._housekeep())]
         self._reap()
-        await self._ranks_gone(None)
+        await self._gang.gone()
+        while (cause := self._restart_cause()) is not None:
+            await self._restart(cause)
+            await self._gang.gone()
         await self._finish()
+
+    def _told_pids(self) -> dict[str, int]:
+        return {str(rank): pid for rank, pid in self._gang.pids.items()}
 
     def _reap(self) -> None:
         reaper.reap(self._on_exit)
+        if self._killed not in (None, "peer_failed") or not self._gang.judge(self._obeyed_code()):
+            return
+        if self._gang.all_gone or self._board.leaving:
+            return
+        if self._restart_cause() is not None:
+            self._kill_ranks()
+        elif self._killed is None:
+            self._end_ranks(0.0, PEER_SECONDS, "peer_failed")
 
     def _on_exit(self, pid: int, status: int) -> None:
-        rank = next((rank for rank, known in self._pids.items() if known == pid), None)
-        if rank is None or rank in self._statuses:
-            return  # an orphan that some rank left behind
-        code = os.waitstatus_to_exitcode(status)
-        self._statuses[rank] = code
-        if not self._is_expected(rank, code) and self._failed_rank is None and self._killed is None:
-            self._failed_rank = rank
-            if not self._all_gone and not self._board.leaving:
-                self._end_ranks(0.0, PEER_SECONDS, "peer_failed")
-        self._changed.set()
+        self._gang.record(pid, status)
+        if (spare := self._spares.pop(pid, None)) is not None:
+            spare.channel.close()
 
-    def _is_expected(self, rank: int, code: int) -> bool:
-        """Whether a rank ended as it should: of itself without error, or because it was told to leave."""
+    def _obeyed_code(self) -> int | None:
+        """The exit code of a command that was told to leave and did."""
         resume = self._order.get("resume")
-        obeyed = resume is not None and self._board.leaving and code == resume["exit_code"]
-        return code == 0 or rank in self._left or obeyed
-
-    @property
-    def _all_gone(self) -> bool:
-        return len(self._statuses) == len(self._pids)
-
-    async def _ranks_gone(self, seconds: float | None) -> bool:
-        """Waits until no rank is left, at most ``seconds``. Returns whether none is."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self._all_gone:
-                    self._changed.clear()
-                    await self._changed.wait()
-        return self._all_gone
+        return int(resume["exit_code"]) if resume is not None and self._board.leaving else None
 
     async def _deliver(self) -> None:
         await asyncio.sleep(HEAD_START_SECONDS)
@@ -289,6 +250,7 @@ class Supervisor:
                 synced_at = now
                 self._sync()
                 self._check_limits(now)
+                self._prepare_spare()
             if now - counted_at >= self._handover["heartbeat_seconds"]:
                 counted_at = now
                 self._count_processes()
@@ -301,7 +263,7 @@ class Supervisor:
 
     def _objective_source(self) -> tuple[Tail | None, ObjectiveReader | None]:
         objective = self._order.get("objective")
-        if objective is None or objective["source"] == "report" or 0 not in self._pids:
+        if objective is None or objective["source"] == "report" or 0 not in self._order["ranks"]:
             return None, None
         return Tail(self._log(0)), ObjectiveReader(objective)
 
@@ -316,9 +278,16 @@ class Supervisor:
         if limit is not None and now - self._started >= limit and not self._board.leaving:
             self._tell("stop", float(self._order["grace_seconds"]), "max_time")
 
+    def _prepare_spare(self) -> None:
+        """Forks a rank in advance for the next start; no more than one at a time, as it takes some milliseconds."""
+        if self._wants_spares and len(self._spares) < len(self._gang.pids) and not self._board.leaving:
+            with contextlib.suppress(OSError):
+                seat = fork_seat()
+                self._spares[seat.pid] = seat
+
     def _count_processes(self) -> None:
         """Keeps pids.json true about descendants: should we be killed, the daemon finds them by it."""
-        census = set(reaper.descendants(os.getpid())) - set(self._pids.values())
+        census = set(reaper.descendants(os.getpid())) - set(self._gang.pids.values())
         if census != self._census:
             self._census = census
             with contextlib.suppress(OSError):
@@ -365,11 +334,19 @@ class Supervisor:
     def rank_said(self, what: str, rank: int, data: dict[str, Any]) -> None:
         """A rank introduced itself, failed, or leaves."""
         if what == "hello":
-            self._trainer_ranks.add(rank)
+            self._uses_trainer = True
         elif what == "leaving":
-            self._left[rank] = data
-        elif self._error is None:
-            self._error = data
+            self._gang.left[rank] = data
+        elif self._gang.error is None:
+            self._gang.error = data
+
+    def committed(self, step: int, *, forked: bool) -> None:
+        """A checkpoint of this step was committed, or the ranks went on from it (``forked``)."""
+        (self._restarts.forked if forked else self._restarts.committed)(step)
+
+    def progressed(self, rank: int, step: int, phase: str) -> None:
+        """A rank said where it is: from now on its start is worth being prepared again."""
+        self._wants_spares = self._warm
 
     async def control(self, body: dict[str, Any]) -> dict[str, Any]:
         """The daemon asks for a yield or a stop, e.g. because ``overnight up`` ends."""
@@ -414,9 +391,9 @@ class Supervisor:
             return
         resume = self._order.get("resume")
         grace_seconds = float(self._board.current["grace_seconds"])
-        if resume is not None and not self._trainer_ranks:
-            self._signal_ranks(getattr(signal, f"SIG{resume['signal']}"))
-        elif not self._trainer_ranks:
+        if resume is not None and not self._uses_trainer:
+            self._gang.signal(getattr(signal, f"SIG{resume['signal']}"))
+        elif not self._uses_trainer:
             grace_seconds = 0.0  # nobody there listens to a directive
         self._end_ranks(grace_seconds, TERM_SECONDS, "grace")
 
@@ -432,22 +409,69 @@ class Supervisor:
         self._ending = asyncio.create_task(self._escalate(grace_seconds, term_seconds, why))
 
     async def _escalate(self, grace_seconds: float, term_seconds: float, why: str) -> None:
-        if grace_seconds > 0 and await self._ranks_gone(grace_seconds):
+        if grace_seconds > 0 and await self._gang.gone(grace_seconds):
             return
         self._killed = self._killed or why
-        self._signal_ranks(signal.SIGTERM)
-        if not await self._ranks_gone(term_seconds):
-            reaper.kill_descendants(self._on_exit)
+        self._gang.signal(signal.SIGTERM)
+        if not await self._gang.gone(term_seconds):
+            self._kill_ranks()
 
     def _kill_now(self, why: str) -> None:
         self._killed = self._killed or why
-        reaper.kill_descendants(self._on_exit)
+        self._kill_ranks()
 
-    def _signal_ranks(self, number: int) -> None:
-        for rank, pid in self._pids.items():
-            if rank not in self._statuses:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+    def _kill_ranks(self) -> bool:
+        """Ends every process but the spares; returns whether none is left."""
+        reaper.reap(self._on_exit)
+        self._gang.about_to_kill()
+        return reaper.kill_descendants(self._on_exit, keep=self._spares)
+
+    # -- another start of the ranks
+
+    def _restart_cause(self) -> str | None:
+        """Why the ranks shall start again in this attempt; None if it ends with them."""
+        lost = self._gang.lost_rank
+        is_resumable = self._uses_trainer or self._order.get("resume") is not None
+        is_wanted = self._killed in (None, "peer_failed") and not self._board.leaving and not self._gang.left
+        if lost is None or not (is_resumable and is_wanted and self._restarts.allowed) or self._ran_out_of_memory():
+            return None
+        return f"rank {lost} was ended by {signal.Signals(-self._gang.statuses[lost]).name}"
+
+    async def _restart(self, cause: str) -> None:
+        """Grants the next generation once nothing is left of the last one, unless the attempt is to end meanwhile."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._killed = None
+        if not self._kill_ranks():
+            self._killed = "killed"
+            return
+        await asyncio.gather(*(server.hear_out(HEAR_OUT_SECONDS) for server, _ in self._servers))
+        if self._restart_cause() is None:
+            return
+        self._read_objective(self._tail.read() if self._tail else [])
+        self._api.tell_progress()
+        self._restarts.note(cause)
+        self.generation += 1
+        self._delivery.generation = self.generation
+        self._oom_kills = evidence.oom_kills()
+        self._begin_logs(cause)
+        launch_lock.mark_restarted(self._lock)
+        self.start_ranks()
+        told = {"generation": self.generation, "cause": cause, "pids": self._told_pids()}
+        self.spool("generation", told, urgent=True)
+
+    def _begin_logs(self, cause: str) -> None:
+        """Says in each rank's log that another start begins there."""
+        for rank in self._order["ranks"]:
+            with contextlib.suppress(OSError), self._log(rank).open("ab") as log:
+                log.write(f"overnight: {cause}; the ranks start again, generation {self.generation}\n".encode())
+                self._log_starts[rank] = log.tell()
+
+    def _ran_out_of_memory(self) -> bool:
+        """Whether the kernel has killed for memory since the ranks started, and a rank was killed by nobody here."""
+        lost = self._gang.lost_rank
+        is_shot = lost is not None and self._gang.statuses[lost] == -signal.SIGKILL
+        return is_shot and evidence.oom_kills() > self._oom_kills
 
     async def _finish(self) -> None:
         tasks = [*self._tasks, *([self._ending] if self._ending else [])]
@@ -471,34 +495,36 @@ class Supervisor:
         self._places.remove()
 
     def _exit_report(self) -> dict[str, Any]:
-        codes = [self._statuses.get(rank) for rank in self._pids]
-        witness = self._failed_rank if self._failed_rank is not None else next(iter(self._pids))
-        lines = last_lines(self._log(witness))
-        error = self._error
-        if error is None and self._failed_rank is not None:
+        gang = self._gang
+        witness = gang.failed_rank if gang.failed_rank is not None else next(iter(gang.pids))
+        lines = last_lines(self._log(witness), since=self._log_starts.get(witness, 0))
+        error = self._error or gang.error
+        if error is None and gang.failed_rank is not None:
             error = evidence.error_from_log(lines)
             error = error and {**error, "rank": witness}
-        shot = any(code == -signal.SIGKILL for code in codes) and self._killed is None
         left = self._how_left()
         return {
-            "exit_codes": codes,
+            "exit_codes": [gang.statuses.get(rank) for rank in gang.pids],
             "left": left,
-            "saved": bool(left) and all(said["saved"] for said in self._left.values()),
+            "saved": bool(left) and all(said["saved"] for said in gang.left.values()),
             "killed": self._killed,
             "error": error,
             "last_lines": lines,
             "seconds": time.monotonic() - self._started,
-            "oom": evidence.is_out_of_memory(error) or (shot and evidence.oom_kills() > self._oom_kills),
-            "failed_rank": self._failed_rank,
+            "oom": evidence.is_out_of_memory(error) or self._ran_out_of_memory(),
+            "failed_rank": gang.failed_rank,
             "directive": self._board.current if self._board.leaving else None,
+            "generations": self.generation - int(self._order["generation"]) + 1,
+            "restarts": self._restarts.causes,
         }
 
     def _how_left(self) -> str | None:
         """``yield`` or ``stop`` if the ranks left because they were told to."""
-        if self._left:
-            return str(next(iter(self._left.values()))["why"])
-        resume = self._order.get("resume")
-        if resume is None or not self._board.leaving or self._killed is not None:
+        left = self._gang.left
+        if left:
+            return str(next(iter(left.values()))["why"])
+        obeyed = self._obeyed_code()
+        if obeyed is None or self._killed is not None:
             return None
-        obeyed = all(code == resume["exit_code"] for code in self._statuses.values())
-        return str(self._board.current["action"]) if obeyed else None
+        is_obeyed = all(code == obeyed for code in self._gang.statuses.values())
+        return str(self._board.current["action"]) if is_obeyed else None

@@ -96,17 +96,17 @@ class Tail:
             self._splitter = LineSplitter()
 
 
-def last_lines(path: Path, num_lines: int = 50, max_bytes: int = 64 * 1024) -> list[str]:
-    """The end of a log, newest line last; fewer lines when they are long."""
+def last_lines(path: Path, num_lines: int = 50, max_bytes: int = 64 * 1024, since: int = 0) -> list[str]:
+    """The end of a log, newest line last; fewer lines when they are long, none from before byte ``since``."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            start = max(0, size - max_bytes)
+            start = max(since if since <= size else 0, size - max_bytes)
             file.seek(start)
             data = file.read(max_bytes)
     except FileNotFoundError:
         return []
-    if start > 0 and b"\n" in data:
+    if start > since and b"\n" in data:
         data = data.partition(b"\n")[2]
     splitter = LineSplitter()
     lines = splitter.feed(data.lstrip(b"\0")) + splitter.finish()

@@ -7,6 +7,7 @@ threaded; a supervisor forks, so it must do neither. JSON bodies, Content-Length
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -119,17 +120,41 @@ class Server:
 
     handler: Handler
     _servers: list[asyncio.Server] = field(default_factory=list)
+    _listening: list[socket.socket] = field(default_factory=list)
     _connections: set[asyncio.Task[None]] = field(default_factory=set)
+    _answering: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def listen(self, listening: socket.socket) -> None:
         """Accepts on a bound and listening socket, Unix or TCP."""
         start = asyncio.start_unix_server if listening.family == socket.AF_UNIX else asyncio.start_server
         self._servers.append(await start(self._serve, sock=listening))
+        self._listening.append(listening)
 
     async def close(self) -> None:
         """Stops accepting and drops every connection."""
         for server in self._servers:
             server.close()
+        await self._drop()
+
+    async def hear_out(self, seconds: float) -> None:
+        """Answers what clients that are gone have still sent, then drops every connection.
+
+        Afterwards no request of theirs can come. Those that wait in a handler have sent nothing more.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._connections > self._answering or self._is_asked():  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        await self._drop()
+
+    def _is_asked(self) -> bool:
+        """Whether a connection waits to be accepted."""
+        poll = select.poll()
+        for listening in self._listening:
+            poll.register(listening, select.POLLIN)
+        return bool(poll.poll(0))
+
+    async def _drop(self) -> None:
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -165,7 +190,7 @@ class Server:
         except HttpError as error:
             status, answer, keep = error.status, _refusal(error), False
         else:
-            status, answer = await self._answer(request)
+            status, answer = await self._answer_tracked(request)
         data = json.dumps(answer, separators=(",", ":")).encode()
         head = (
             f"HTTP/1.1 {status} {_REASONS.get(status, 'Status')}\r\ncontent-type: application/json\r\n"
@@ -174,6 +199,15 @@ class Server:
         writer.write(head.encode() + (b"" if line.startswith(b"HEAD") else data))
         await writer.drain()
         return keep
+
+    async def _answer_tracked(self, request: Request) -> tuple[int, Any]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        try:
+            return await self._answer(request)
+        finally:
+            self._answering.discard(task)
 
     async def _answer(self, request: Request) -> tuple[int, Any]:
         try:

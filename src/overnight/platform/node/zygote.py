@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from overnight.platform.node import packages, rank, reaper, supervisor
+from overnight.platform.node import packages, rank, reaper, rehearsal, supervisor
 
 PRELOAD = (
     "numpy",
@@ -199,7 +199,7 @@ class Zygote:
         descriptor = os.dup2(theirs.fileno(), 3)
         os.closerange(4, 1 << 20)
         seat = rank.fork_seat()
-        supervisor.rehearse(self._scratch)
+        rehearsal.rehearse(self._scratch)
         data = os.read(descriptor, _MESSAGE_BYTES)
         os.close(descriptor)
         if not data:

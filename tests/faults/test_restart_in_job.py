@@ -1,0 +1,302 @@
+"""A lost rank does not end its attempt: the ranks start again from the last checkpoint, as if nothing had been."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import node_lab
+import pytest
+from node_lab import wait_for
+
+from overnight.trainer.data.record import audit
+
+UPDATES, BATCH = 48, 12
+TRAIN = """
+import os, signal, time
+import torch
+from torch import nn
+from overnight import trainer
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self): return 144
+    def __getitem__(self, index):
+        x = torch.sin(torch.arange(4.0) * (index + 1)) + 0.1 * torch.randn(4)
+        return x, x.sum()
+
+with trainer.run(defaults={"pause": 0.02, "workers": 0, "every": 6}, every=None) as run:
+    torch.set_num_threads(1)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+    model = nn.parallel.DistributedDataParallel(net) if run.world_size > 1 else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = trainer.DataLoader(Noisy(), global_batch_size=12, shuffle=True, num_workers=run.params["workers"])
+    run.track(model=model, optimizer=optimizer)
+    generation = int(os.environ["OVERNIGHT_GENERATION"])
+    for x, y in run.batches(loader, epochs=4):
+        loss = (model(x).squeeze(1) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(loss=loss)
+        BODY
+        if run.every(updates=run.params["every"]):
+            run.save()
+        time.sleep(run.params["pause"])
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Any]:
+    """A node whose warm process has started."""
+    with node_lab.lab() as made:
+        made.daemon()
+        made.server.exit_of(made.run(made.script("print('ready')", "ready.py")), 120)
+        yield made
+        assert made.server.problems == []
+
+
+def train(lab: Any, body: str = "pass", name: str = "train.py", **fields: Any) -> str:
+    return str(lab.run(lab.script(TRAIN.replace("BODY", body), name), **fields))
+
+
+def ranks(lab: Any, attempt: str, generation: int = 1) -> dict[int, int]:
+    """Pids of the ranks once this generation has started."""
+    if generation > 1:
+        wait_for(lambda: generation in generations(lab, attempt), 30, f"generation {generation}")
+    return {int(rank): one["pid"] for rank, one in lab.pids(attempt)["ranks"].items()}
+
+
+def generations(lab: Any, attempt: str) -> list[int]:
+    return [event["data"]["generation"] for event in lab.server.events(attempt, "generation")]
+
+
+def committed(lab: Any, attempt: str) -> list[int]:
+    return [event["data"]["step"] for event in lab.server.events(attempt, "checkpoint")]
+
+
+def final(lab: Any, attempt: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((lab.folder(attempt) / "final.json").read_text())
+    return result
+
+
+def logs(lab: Any, attempt: str, num_ranks: int = 2) -> str:
+    return "\n".join(lab.log(attempt, rank) for rank in range(num_ranks))
+
+
+def check_as_undisturbed(lab: Any, attempt: str, num_ranks: int) -> dict[str, Any]:
+    """The attempt went through, its weights are those of a run that nobody touched, every sample counts once."""
+    report: dict[str, Any] = lab.server.exit_of(attempt, 60)
+    assert report["exit_codes"] == [0] * num_ranks, logs(lab, attempt, num_ranks)
+    assert (report["killed"], report["error"]) == (None, None)
+    whole = train(lab, name="whole.py", num_ranks=num_ranks, params={"pause": 0.0})
+    assert lab.server.exit_of(whole, 60)["exit_codes"] == [0] * num_ranks, logs(lab, whole, num_ranks)
+    assert final(lab, attempt) == final(lab, whole)
+    counted = audit(lab.home.trial_dir(f"tri-{attempt[4:]}"))
+    assert (counted.repeated, counted.skipped, counted.recorded) == (0, 0, UPDATES * BATCH)
+    return report
+
+
+def losses(lab: Any, attempt: str) -> dict[int, list[int]]:
+    """Steps of the loss by generation."""
+    found: dict[int, list[int]] = {}
+    for event in lab.server.events(attempt, "metrics"):
+        found.setdefault(event["generation"], []).extend(row[1] for row in event["data"]["rows"] if row[0] == "loss")
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(lab: Any, num_ranks: int) -> None:
+    attempt = train(lab, num_ranks=num_ranks)
+    first = ranks(lab, attempt)
+    wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    os.kill(first[num_ranks - 1], signal.SIGKILL)
+    second = ranks(lab, attempt, 2)
+    assert not set(first.values()) & set(second.values())
+    wait_for(lambda: len(committed(lab, attempt)) > 3, 60, "further checkpoints")
+    os.kill(second[0], signal.SIGKILL)
+    report = check_as_undisturbed(lab, attempt, num_ranks)
+    assert report["generations"] == 3
+    assert report["restarts"] == [f"rank {num_ranks - 1} was ended by SIGKILL", "rank 0 was ended by SIGKILL"]
+    assert len(lab.server.events(attempt, "started")) == 1, "one attempt, one lease"
+    assert lab.server.wait_ended(attempt)["vanished"] is False
+    assert lab.alive(attempt) == []
+    events = lab.server.events(attempt)
+    assert [event["generation"] for event in events] == sorted(event["generation"] for event in events)
+    forks = {e["generation"]: e["data"]["fork_step"] for e in events if "fork_step" in e["data"]}
+    assert sorted(forks) == [1, 2, 3] and 0 < forks[2] < forks[3]
+    for generation, steps in losses(lab, attempt).items():
+        assert steps == sorted(set(steps)) and steps[0] > forks[generation], f"generation {generation}: {steps}"
+
+
+def test_what_a_killed_rank_had_started_is_gone_before_the_next_generation_begins(lab: Any) -> None:
+    """A child that ignores every signal holds a lock: the next generation would fail to take it."""
+    body = """
+        if not hasattr(run, "claimed"):
+            import fcntl, subprocess, sys
+            run.claimed = open(os.environ["OVERNIGHT_TRIAL_DIR"] + "/claim", "a")
+            os.set_inheritable(run.claimed.fileno(), True)
+            fcntl.flock(run.claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 10, 15)]; time.sleep(1e6)"
+            subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True, close_fds=False)
+"""
+    attempt = train(lab, body.strip(), "claims.py", params={"workers": 2})
+    wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    os.kill(ranks(lab, attempt)[0], signal.SIGKILL)
+    assert check_as_undisturbed(lab, attempt, 1)["generations"] == 2
+
+
+def test_without_progress_three_restarts_are_the_most(lab: Any) -> None:
+    attempt = train(lab, "if run.step == 9: os.kill(os.getpid(), signal.SIGSEGV)", "doomed.py")
+    report = lab.server.exit_of(attempt, 60)
+    assert (report["exit_codes"], report["generations"], report["failed_rank"]) == ([-signal.SIGSEGV], 5 - 1, 0)
+    assert report["restarts"] == ["rank 0 was ended by SIGSEGV"] * 3
+    assert committed(lab, attempt) == [6], "each start went on from the checkpoint, none went further"
+
+
+def test_progress_that_lasts_begins_the_count_anew(lab: Any) -> None:
+    body = "if run.step % 6 == 2 and run.step // 6 == generation: os.kill(os.getpid(), signal.SIGKILL)"
+    attempt = train(lab, body, "stumbling.py", params={"pause": 0.0})
+    report = check_as_undisturbed(lab, attempt, 1)
+    assert report["generations"] == 8, "killed once after each checkpoint"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_exception_is_never_repeated(lab: Any, num_ranks: int) -> None:
+    body = "if run.step == 9 and run.rank == run.world_size - 1: raise ValueError('cursed')"
+    attempt = train(lab, body, "cursed.py", num_ranks=num_ranks)
+    report = lab.server.exit_of(attempt, 60)
+    assert (report["generations"], report["failed_rank"]) == (1, num_ranks - 1)
+    assert (report["error"]["type"], report["error"]["rank"], report["error"]["step"]) == (
+        "ValueError",
+        num_ranks - 1,
+        9,
+    )
+
+
+def test_a_peer_that_notices_first_is_not_blamed(lab: Any) -> None:
+    """Rank 0 raises because rank 1 has gone, and is seen to end first: rank 1 lingers in its death."""
+    attempt = train(lab, num_ranks=2)
+    wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    pids = lab.pids(attempt)
+    os.kill(pids["supervisor"]["pid"], signal.SIGSTOP)  # it sees both ends at once
+    os.kill(pids["ranks"]["1"]["pid"], signal.SIGKILL)
+    wait_for(lambda: not is_alive(pids["ranks"]["0"]["pid"]), 60, "rank 0 has given up")
+    os.kill(pids["supervisor"]["pid"], signal.SIGCONT)
+    assert check_as_undisturbed(lab, attempt, 2)["restarts"] == ["rank 1 was ended by SIGKILL"]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_rank_lost_while_it_is_told_to_leave_ends_the_attempt(lab: Any) -> None:
+    body = """
+        if run.step == 9:
+            print("stuck", flush=True)
+            while run._link.directive.version == 0: time.sleep(0.01)
+            print("told", flush=True)
+            time.sleep(1e6)
+"""
+    attempt = train(lab, body.strip(), "stuck.py")
+    wait_for(lambda: "stuck" in lab.log(attempt), 60, "step 9")
+    lab.server.tell(attempt, "yield", 30.0)
+    wait_for(lambda: "told" in lab.log(attempt), 30, "the directive arrives")
+    os.kill(ranks(lab, attempt)[0], signal.SIGKILL)
+    report = lab.server.exit_of(attempt, 20)
+    assert (report["generations"], report["exit_codes"]) == (1, [-signal.SIGKILL])
+
+
+def test_a_yield_right_after_a_restart_is_heard_by_the_new_ranks(lab: Any) -> None:
+    attempt = train(lab, num_ranks=2)
+    wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    os.kill(ranks(lab, attempt)[1], signal.SIGKILL)
+    wait_for(lambda: len(generations(lab, attempt)) > 1, 30, "generation 2")
+    lab.server.tell(attempt, "yield", 30.0, "preempted")
+    report = lab.server.exit_of(attempt, 40)
+    assert (report["left"], report["saved"], report["exit_codes"]) == ("yield", True, [75, 75]), logs(lab, attempt)
+
+
+def test_the_server_may_be_away_all_the_while(lab: Any) -> None:
+    attempt = train(lab, num_ranks=2)
+    wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    first = ranks(lab, attempt)
+    lab.server.stop()
+    os.kill(first[0], signal.SIGKILL)
+    exit_json = lab.folder(attempt) / "exit.json"
+    wait_for(exit_json.exists, 60, "it goes through")
+    assert json.loads(exit_json.read_text())["generations"] == 2
+    lab.server.start()
+    assert check_as_undisturbed(lab, attempt, 2)["generations"] == 2
+
+
+def plain(lab: Any, text: str, **fields: Any) -> str:
+    return str(lab.run(lab.script(text, "plain.py"), **fields))
+
+
+def test_a_script_that_cannot_resume_is_not_started_again(lab: Any) -> None:
+    attempt = plain(lab, "import time; print('up', flush=True)\nwhile True: time.sleep(0.01)\n")
+    wait_for(lambda: "up" in lab.log(attempt))
+    os.kill(ranks(lab, attempt)[0], signal.SIGKILL)
+    report = lab.server.exit_of(attempt)
+    assert (report["exit_codes"], report["generations"]) == ([-signal.SIGKILL], 1)
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_a_command_that_can_resume_is(lab: Any, preload: bool) -> None:
+    text = """
+import asyncio, os, pathlib, signal
+seen = pathlib.Path(os.environ["OVERNIGHT_TRIAL_DIR"], "seen")
+first = not seen.exists()
+seen.touch()
+print(os.environ["OVERNIGHT_GENERATION"], "first" if first else "again", flush=True)
+if first: os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(asyncio.sleep(0.01))
+print("done", flush=True)
+"""
+    attempt = plain(lab, text, preload=preload, resume={"signal": "USR1", "exit_code": 42})
+    report = lab.server.exit_of(attempt)
+    assert (report["exit_codes"], report["generations"], report["killed"]) == ([0], 2, None), lab.log(attempt)
+    assert [line for line in lab.log(attempt).splitlines() if "overnight" not in line] == ["1 first", "2 again", "done"]
+
+
+def spares_of(lab: Any, attempt: str) -> Callable[[], list[int]]:
+    """Children of the supervisor that are no rank."""
+
+    def look() -> list[int]:
+        pids = lab.pids(attempt)
+        supervisor, found = pids["supervisor"]["pid"], {one["pid"] for one in pids["ranks"].values()}
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        return [int(pid) for pid in children if int(pid) not in found]
+
+    return look
+
+
+def test_a_supervisor_killed_after_a_restart_is_buried_whole(lab: Any) -> None:
+    attempt = train(lab, num_ranks=2)
+    wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    os.kill(ranks(lab, attempt)[0], signal.SIGKILL)
+    ranks(lab, attempt, 2)
+    wait_for(spares_of(lab, attempt), 30, "spares for the next start")
+    spares = spares_of(lab, attempt)()
+    os.kill(lab.pids(attempt)["supervisor"]["pid"], signal.SIGKILL)
+    assert lab.server.wait_ended(attempt)["vanished"] is True
+    assert lab.alive(attempt) == [] and not any(is_alive(pid) for pid in spares)
+    spooled = [json.loads(line) for line in (lab.folder(attempt) / "spool.jsonl").read_text().splitlines()]
+    assert lab.server.events(attempt) == spooled and spooled[-1]["generation"] == 2
+
+
+def test_the_daemon_may_die_and_come_back_in_the_middle(lab: Any) -> None:
+    attempt = train(lab, num_ranks=2)
+    wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    lab.daemons[-1].kill()
+    lab.daemons[-1].wait()
+    os.kill(ranks(lab, attempt)[0], signal.SIGKILL)
+    ranks(lab, attempt, 2)
+    lab.daemon()
+    check_as_undisturbed(lab, attempt, 2)
+    assert lab.server.wait_ended(attempt)["vanished"] is False
