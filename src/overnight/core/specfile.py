@@ -239,7 +239,6 @@ class Spec:
     include: tuple[str, ...]
     links: tuple[str, ...]
     compute: Compute
-    checkpoint_quota_bytes: int | None
     objective: Objective | None
     priority: PriorityClass
     rank: int
@@ -253,6 +252,7 @@ class Spec:
     sweep: SweepConfig | None
     schedule: Schedule | None
     note: str
+    checkpoint_quota_bytes: int | None = None
 
     def config(
         self,
