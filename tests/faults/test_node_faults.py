@@ -9,17 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import node_lab
 import pytest
-
-_spec = spec_from_file_location("node_lab", Path(__file__).parents[1] / "integration" / "node_lab.py")
-assert _spec is not None and _spec.loader is not None
-node_lab: Any = module_from_spec(_spec)
-_spec.loader.exec_module(node_lab)
-wait_for = node_lab.wait_for
+from node_lab import Lab, wait_for
 
 CHATTY = """
 import http.client, json, os, socket, subprocess, sys, time
@@ -70,22 +65,18 @@ MORE
 
 
 @pytest.fixture
-def lab() -> Iterator[Any]:
+def lab() -> Iterator[Lab]:
     with node_lab.lab() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Any]:
-    with node_lab.lab() as made:
-        made.daemon()
-        made.script("print('ready')", "warmup.py")
-        made.server.exit_of(made.run("warmup.py"), 60)
+def shared() -> Iterator[Lab]:
+    with node_lab.warm_lab() as made:
         yield made
-        assert made.server.problems == []
 
 
-def chatty(lab: Any, steps: int = 100_000, forever: bool = True, **fields: Any) -> str:
+def chatty(lab: Lab, steps: int = 100_000, forever: bool = True, **fields: Any) -> str:
     return str(lab.run(lab.script(CHATTY.replace("STEPS", str(steps)).replace("FOREVER", str(forever))), **fields))
 
 
@@ -96,7 +87,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def check_clean(lab: Any, attempt_id: str) -> None:
+def check_clean(lab: Lab, attempt_id: str) -> None:
     """Nothing lives, the end was said once, the spool arrived whole."""
     assert lab.alive(attempt_id) == []
     assert [one["attempt_id"] for one in lab.server.ended].count(attempt_id) == 1
@@ -108,7 +99,7 @@ def check_clean(lab: Any, attempt_id: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["rank", "supervisor"])
-def test_sigkill_of_rank_or_supervisor(shared: Any, victim: str) -> None:
+def test_sigkill_of_rank_or_supervisor(shared: Lab, victim: str) -> None:
     dice = random.Random(victim)
     for _ in range(3):
         attempt_id = chatty(shared)
@@ -124,7 +115,7 @@ def test_sigkill_of_rank_or_supervisor(shared: Any, victim: str) -> None:
         check_clean(shared, attempt_id)
 
 
-def test_sigkill_of_the_daemon_and_its_successor(lab: Any) -> None:
+def test_sigkill_of_the_daemon_and_its_successor(lab: Lab) -> None:
     first = lab.daemon(cold=True)
     attempt_id = chatty(lab, steps=600, forever=False)
     pids = lab.pids(attempt_id)
@@ -140,7 +131,7 @@ def test_sigkill_of_the_daemon_and_its_successor(lab: Any) -> None:
     check_clean(lab, attempt_id)
 
 
-def test_sigkill_of_the_daemon_during_a_launch_costs_nothing(lab: Any) -> None:
+def test_sigkill_of_the_daemon_during_a_launch_costs_nothing(lab: Lab) -> None:
     first = lab.daemon()
     attempt_id = lab.run(lab.script("print('up')"))
     # The warm process imports torch for a second or more: the order waits for it, and so do we to strike.
@@ -174,7 +165,7 @@ def test_a_launch_taken_back_cannot_happen_and_one_that_happened_is_not_taken_ba
     assert not take_back_launch(tmp_path)
 
 
-def test_sigkill_of_daemon_and_supervisor_together(lab: Any) -> None:
+def test_sigkill_of_daemon_and_supervisor_together(lab: Lab) -> None:
     first = lab.daemon(cold=True)
     attempt_id = chatty(lab)
     pids = lab.pids(attempt_id)
@@ -189,7 +180,7 @@ def test_sigkill_of_daemon_and_supervisor_together(lab: Any) -> None:
     check_clean(lab, attempt_id)
 
 
-def test_sigkill_of_the_zygote_at_random(lab: Any) -> None:
+def test_sigkill_of_the_zygote_at_random(lab: Lab) -> None:
     lab.daemon()
     lab.script("print('ready')", "warmup.py")
     lab.server.exit_of(lab.run("warmup.py"), 60)
@@ -197,7 +188,7 @@ def test_sigkill_of_the_zygote_at_random(lab: Any) -> None:
     for _ in range(2):
         warm = zygotes(lab)  # before the launch: a supervisor whose zygote is gone looks just like one
         attempt_id = chatty(lab, steps=50, forever=False)
-        time.sleep(dice.uniform(0, 0.04))
+        time.sleep(dice.uniform(0, 0.04))  # again the test's input
         for pid in warm:
             os.kill(pid, signal.SIGKILL)
         assert lab.server.exit_of(attempt_id, 60)["exit_codes"] == [0], lab.log(attempt_id)
@@ -206,14 +197,17 @@ def test_sigkill_of_the_zygote_at_random(lab: Any) -> None:
         check_clean(lab, attempt_id)
 
 
-def test_a_warm_process_for_which_many_wait_fails_once(lab: Any) -> None:
+def test_a_warm_process_for_which_many_wait_fails_once(lab: Lab) -> None:
     lab.daemon()
     waiting = [lab.run(lab.script("print('up')", "waiting.py")) for _ in range(5)]
     wait_for(lambda: all((lab.folder(attempt_id) / "order.json").exists() for attempt_id in waiting))
-    while not all(lab.server.events(attempt_id, "exit") for attempt_id in waiting):
+
+    def all_ended_under_fire() -> bool:
         for pid in zygotes(lab):
             os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+        return all(lab.server.events(attempt_id, "exit") for attempt_id in waiting)
+
+    wait_for(all_ended_under_fire, 120)
     for attempt_id in waiting:
         assert lab.server.exit_of(attempt_id)["exit_codes"] == [0], lab.log(attempt_id)
         assert lab.server.events(attempt_id, "started")[0]["data"]["warm"] is False, "nobody waited for it"
@@ -222,7 +216,7 @@ def test_a_warm_process_for_which_many_wait_fails_once(lab: Any) -> None:
     assert lab.server.events(later, "started")[0]["data"]["warm"] is True
 
 
-def zygotes(lab: Any) -> list[int]:
+def zygotes(lab: Lab) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (entry / "cmdline").exists():
@@ -237,7 +231,7 @@ def zygotes(lab: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("end", ["exit", "killed"])
-def test_stubborn_grandchildren_do_not_survive(shared: Any, end: str) -> None:
+def test_stubborn_grandchildren_do_not_survive(shared: Lab, end: str) -> None:
     more = "sys.exit(3)" if end == "exit" else "while True: time.sleep(0.01)"
     attempt_id = shared.run(shared.script(STUBBORN.replace("MORE", more)))
     pids = shared.pids(attempt_id)
@@ -257,7 +251,7 @@ def _cmdline(entry: Path) -> bytes:
         return b""
 
 
-def test_one_that_ignores_every_signal_is_killed_after_the_grace(shared: Any) -> None:
+def test_one_that_ignores_every_signal_is_killed_after_the_grace(shared: Lab) -> None:
     attempt_id = shared.run(
         shared.script(
             "import signal, time\nfor n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, signal.SIG_IGN)\n"
@@ -272,7 +266,7 @@ def test_one_that_ignores_every_signal_is_killed_after_the_grace(shared: Any) ->
     check_clean(shared, attempt_id)
 
 
-def test_the_daemons_kill_is_at_once(shared: Any) -> None:
+def test_the_daemons_kill_is_at_once(shared: Lab) -> None:
     attempt_id = chatty(shared)
     shared.pids(attempt_id)
     wait_for(lambda: shared.server.events(attempt_id, "metrics"))
@@ -283,7 +277,7 @@ def test_the_daemons_kill_is_at_once(shared: Any) -> None:
     check_clean(shared, attempt_id)
 
 
-def test_what_the_server_does_not_know_is_stopped_and_what_the_node_does_not_know_is_ended(shared: Any) -> None:
+def test_what_the_server_does_not_know_is_stopped_and_what_the_node_does_not_know_is_ended(shared: Lab) -> None:
     attempt_id = chatty(shared)
     shared.pids(attempt_id)
     wait_for(lambda: shared.server.events(attempt_id, "metrics"))
@@ -296,7 +290,7 @@ def test_what_the_server_does_not_know_is_stopped_and_what_the_node_does_not_kno
     shared.server.wait_ended("att-never-here", 5)
 
 
-def test_the_server_may_be_away_and_move(shared: Any) -> None:
+def test_the_server_may_be_away_and_move(shared: Lab) -> None:
     attempt_id = chatty(shared, steps=400, forever=False)
     wait_for(lambda: shared.server.events(attempt_id, "metrics"))
     shared.server.stop(forget_address=True)
@@ -309,7 +303,7 @@ def test_the_server_may_be_away_and_move(shared: Any) -> None:
     check_clean(shared, attempt_id)
 
 
-def test_double_orders_and_racing_daemons_launch_once(lab: Any) -> None:
+def test_double_orders_and_racing_daemons_launch_once(lab: Lab) -> None:
     racing = [lab.daemon(cold=True) for _ in range(4)]
     order = lab.order(lab.script("import os; open(os.environ['OVERNIGHT_TRIAL_DIR'] + '/ran', 'a').write('x')"))
     lab.server.order(order)
@@ -335,7 +329,7 @@ def test_double_orders_and_racing_daemons_launch_once(lab: Any) -> None:
     assert {daemon.wait(5) for daemon in racing if daemon.poll() is not None} == {3}
 
 
-def test_a_flood_of_output_stays_bounded(shared: Any) -> None:
+def test_a_flood_of_output_stays_bounded(shared: Lab) -> None:
     attempt_id = shared.run(
         shared.script(
             "import os\nprint('FIRST', flush=True)\nblock = (b'y' * 79 + b'\\n') * 13000\n"
@@ -344,9 +338,13 @@ def test_a_flood_of_output_stays_bounded(shared: Any) -> None:
     )
     largest = 0
     path = shared.folder(attempt_id) / "out.log"
-    while not shared.server.events(attempt_id, "exit"):
+
+    def ended() -> bool:
+        nonlocal largest
         largest = max(largest, path.stat().st_blocks * 512 if path.exists() else 0)
-        time.sleep(0.005)
+        return bool(shared.server.events(attempt_id, "exit"))
+
+    wait_for(ended, 120)
     report = shared.server.exit_of(attempt_id)
     assert path.stat().st_size > 200_000_000
     assert path.stat().st_blocks * 512 < 20 * 1024 * 1024
@@ -355,7 +353,7 @@ def test_a_flood_of_output_stays_bounded(shared: Any) -> None:
         assert file.readline() == "FIRST\n"
 
 
-def test_one_line_of_100_mb_is_bounded_and_usable(shared: Any) -> None:
+def test_one_line_of_100_mb_is_bounded_and_usable(shared: Lab) -> None:
     objective = {"metric": "val", "mode": "min", "reduce": "best", "source": "json", "pattern": None, "evaluator": None}
     attempt_id = shared.run(
         shared.script(
@@ -372,7 +370,7 @@ def test_one_line_of_100_mb_is_bounded_and_usable(shared: Any) -> None:
     check_clean(shared, attempt_id)
 
 
-def test_a_spool_that_cannot_be_written_ends_the_attempt_with_that_cause(lab: Any) -> None:
+def test_a_spool_that_cannot_be_written_ends_the_attempt_with_that_cause(lab: Lab) -> None:
     lab.daemon(cold=True)
     attempt_id = chatty(lab)
     pids = lab.pids(attempt_id)
@@ -387,7 +385,7 @@ def test_a_spool_that_cannot_be_written_ends_the_attempt_with_that_cause(lab: An
     assert lab.alive(attempt_id) == []
 
 
-def test_stop_yields_the_workers_and_leaves(lab: Any) -> None:
+def test_stop_yields_the_workers_and_leaves(lab: Lab) -> None:
     daemon = lab.daemon(cold=True)
     attempt_id = chatty(lab, grace_seconds=0.3)
     wait_for(lambda: lab.server.events(attempt_id, "metrics"), 60)
@@ -403,7 +401,7 @@ def test_stop_yields_the_workers_and_leaves(lab: Any) -> None:
     assert lab.alive(attempt_id) == [] and find_daemon(lab.home) is None
 
 
-def test_the_daemon_leaves_when_its_home_is_gone_or_nobody_needs_it(lab: Any) -> None:
+def test_the_daemon_leaves_when_its_home_is_gone_or_nobody_needs_it(lab: Lab) -> None:
     daemon = lab.daemon(cold=True)
     attempt_id = chatty(lab)
     pids = lab.pids(attempt_id)
@@ -420,7 +418,7 @@ def test_the_daemon_leaves_when_its_home_is_gone_or_nobody_needs_it(lab: Any) ->
     assert lab.daemon(cold=True, idle_seconds="1").wait(20) == 0
 
 
-def test_spawning_twice_gives_one_daemon_of_its_own_session(lab: Any) -> None:
+def test_spawning_twice_gives_one_daemon_of_its_own_session(lab: Lab) -> None:
     from overnight.core.settings import Settings
     from overnight.platform.node.client import ask, find_daemon, spawn_daemon
 
@@ -440,7 +438,7 @@ def test_spawning_twice_gives_one_daemon_of_its_own_session(lab: Any) -> None:
     wait_for(lambda: find_daemon(lab.home) is None)
 
 
-def test_a_daemon_that_cannot_start_says_why(lab: Any) -> None:
+def test_a_daemon_that_cannot_start_says_why(lab: Lab) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "overnight.platform.node", "--home", str(lab.root), "--pool", "cpu:none"],
         capture_output=True,

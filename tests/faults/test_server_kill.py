@@ -89,16 +89,20 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled(tmp_path: Path) -> 
         threads.append(threading.Thread(target=guarded, args=(report,)))
         for thread in threads:
             thread.start()
-        for _ in range(NUM_KILLS):
-            before = (len(acknowledged), acked_steps[0])
+
+        def until_it_goes_on() -> None:
+            num_acknowledged, steps = len(acknowledged), acked_steps[0]
             deadline = time.monotonic() + 30
-            while (len(acknowledged) < before[0] + 10 or acked_steps[0] < before[1] + 3) and not over.is_set():
+            while (len(acknowledged) < num_acknowledged + 10 or acked_steps[0] < steps + 3) and not over.is_set():
                 assert time.monotonic() < deadline, "it does not go on after the restart"
                 time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.3))
+
+        for _ in range(NUM_KILLS):
+            until_it_goes_on()
+            time.sleep(rng.uniform(0, 0.3))  # the moment is the test's input, not a wait for something
             server.kill()
             server.start()
-        time.sleep(0.5)
+        until_it_goes_on()
         over.set()
         for thread in threads:
             thread.join(60)

@@ -5,13 +5,11 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+from long_poll import LongPoll
 
 from overnight.core import errors as e
 from overnight.platform.identity import holder
@@ -72,26 +70,16 @@ def test_a_home_that_is_a_file_is_named(tmp_path: Path) -> None:
 
 def test_it_stops_at_once_and_lets_long_polls_go(tmp_path: Path) -> None:
     with RunningServer(tmp_path / "home") as server:
-        answers: list[int] = []
-
-        def ask(path: str) -> None:
-            with httpx.Client(base_url=server.url, headers=server.client.headers, timeout=60, trust_env=False) as own:
-                answers.append(own.get(path).status_code)
-
-        paths = ["/v1/events?after=999&wait=60"] * 5
-        polls = [threading.Thread(target=ask, args=(path,)) for path in paths]
-        for poll in polls:
-            poll.start()
+        polls = [LongPoll(server.client, "/v1/events", after=999, wait=60) for _ in range(5)]
         with server.client.stream("GET", "/v1/events", headers={"Accept": "text/event-stream"}) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("retry")
-            time.sleep(0.3)
+            for poll in polls:
+                poll.until_arrived()
             assert server.stop() < 3.0, "far below the 60 s that they would wait"
             for _ in lines:
                 pass
-        for poll in polls:
-            poll.join(10)
-        assert answers == [200] * 5
+        assert [poll.until_answered().status_code for poll in polls] == [200] * 5
         assert not server.home.server_file.exists()
         server.start()
         events = server.client.get("/v1/events").json()["items"]

@@ -2,16 +2,10 @@
 
 import json
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
+import node_lab
 import pytest
-
-_spec = spec_from_file_location("node_lab", Path(__file__).with_name("node_lab.py"))
-assert _spec is not None and _spec.loader is not None
-node_lab: Any = module_from_spec(_spec)
-_spec.loader.exec_module(node_lab)
 
 SCRIPT = """
 import os, sys, time

@@ -7,17 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import node_lab
 import pytest
-
-_spec = spec_from_file_location("node_lab", Path(__file__).with_name("node_lab.py"))
-assert _spec is not None and _spec.loader is not None
-node_lab: Any = module_from_spec(_spec)
-_spec.loader.exec_module(node_lab)
-wait_for = node_lab.wait_for
+from node_lab import Lab, wait_for
 
 # A script's own line to its supervisor, as the trainer has one.
 LINE = """
@@ -32,28 +27,24 @@ def call(method, route, body=None):
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Any]:
-    with node_lab.lab() as made:
-        made.daemon()
-        made.script("print('ready')", "warmup.py")
-        made.server.exit_of(made.run("warmup.py"), 60)
+def lab() -> Iterator[Lab]:
+    with node_lab.warm_lab() as made:
         yield made
-        assert made.server.problems == []
 
 
 @pytest.fixture
-def fresh() -> Iterator[Any]:
+def fresh() -> Iterator[Lab]:
     with node_lab.lab() as made:
         yield made
 
 
-def run(lab: Any, text: str, name: str = "train.py", **fields: Any) -> tuple[str, dict[str, Any]]:
+def run(lab: Lab, text: str, name: str = "train.py", **fields: Any) -> tuple[str, dict[str, Any]]:
     lab.script(text, name)
     attempt_id = lab.run(name, **fields)
     return attempt_id, lab.server.exit_of(attempt_id)
 
 
-def test_a_script_runs_warm_as_if_by_python(lab: Any) -> None:
+def test_a_script_runs_warm_as_if_by_python(lab: Lab) -> None:
     text = """
         import sys, os, __main__
         print("NAME", __name__, "ARGV", sys.argv, "FILE", __main__.__file__ == os.path.abspath("train.py"))
@@ -75,14 +66,14 @@ def test_a_script_runs_warm_as_if_by_python(lab: Any) -> None:
     assert lab.alive(attempt_id) == []
 
 
-def test_ranks_share_no_randomness(lab: Any) -> None:
+def test_ranks_share_no_randomness(lab: Lab) -> None:
     text = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
     seen = [lab.log(run(lab, text)[0]).split() for _ in range(2)]
     for first, second in zip(*seen, strict=True):
         assert first != second
 
 
-def test_loader_workers_need_no_main_guard(lab: Any) -> None:
+def test_loader_workers_need_no_main_guard(lab: Lab) -> None:
     text = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -94,7 +85,7 @@ print(sum(float(x.sum()) for (x,) in DataLoader(data, batch_size=2, num_workers=
     assert "28.0" in lab.log(attempt_id)
 
 
-def test_two_ranks_meet_over_gloo(lab: Any) -> None:
+def test_two_ranks_meet_over_gloo(lab: Lab) -> None:
     text = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -108,7 +99,7 @@ dist.destroy_process_group()
     assert "SUM 3.0 2" in lab.log(attempt_id) and "SUM 3.0 2" in lab.log(attempt_id, 1)
 
 
-def test_an_exception_arrives_with_type_message_and_a_clean_traceback(lab: Any) -> None:
+def test_an_exception_arrives_with_type_message_and_a_clean_traceback(lab: Lab) -> None:
     attempt_id, report = run(lab, "def f():\n    raise KeyError('lr')\nf()\n")
     assert report["exit_codes"] == [1] and report["failed_rank"] == 0
     assert (report["error"]["type"], report["error"]["message"]) == ("KeyError", "'lr'")
@@ -125,20 +116,20 @@ def test_an_exception_arrives_with_type_message_and_a_clean_traceback(lab: Any) 
         ("raise MemoryError('host')\n", "MemoryError"),
     ],
 )
-def test_other_user_errors_are_named(lab: Any, text: str, kind: str) -> None:
+def test_other_user_errors_are_named(lab: Lab, text: str, kind: str) -> None:
     _, report = run(lab, text)
     assert report["error"]["type"] == kind
     assert report["oom"] is (kind == "MemoryError")
 
 
-def test_exit_codes_and_signals_pass_through(lab: Any) -> None:
+def test_exit_codes_and_signals_pass_through(lab: Lab) -> None:
     assert run(lab, "import sys; sys.exit(7)")[1]["exit_codes"] == [7]
     assert run(lab, "import sys; sys.exit('because')")[1]["exit_codes"] == [1]
     report = run(lab, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")[1]
     assert report["exit_codes"] == [-signal.SIGSEGV] and report["killed"] is None
 
 
-def test_a_module_and_a_python_command_are_warm_too(lab: Any) -> None:
+def test_a_module_and_a_python_command_are_warm_too(lab: Lab) -> None:
     lab.script("import sys; print('MOD', __name__, __package__, sys.argv[1:], __spec__.name)", "pkg/__main__.py")
     lab.script("", "pkg/__init__.py")
     module = lab.run("pkg", kind="module", argv=["--x"])
@@ -154,7 +145,7 @@ def test_a_module_and_a_python_command_are_warm_too(lab: Any) -> None:
     assert lab.server.exit_of(missing)["error"]["type"] == "ModuleNotFoundError"
 
 
-def test_a_folder_that_hides_a_loaded_module_starts_cold(lab: Any) -> None:
+def test_a_folder_that_hides_a_loaded_module_starts_cold(lab: Lab) -> None:
     lab.script("print('MINE')", "hiding/queue.py")
     attempt_id, report = run(lab, "import queue\nprint(__name__)\n", "hiding/train.py")
     assert report["exit_codes"] == [0]
@@ -162,7 +153,7 @@ def test_a_folder_that_hides_a_loaded_module_starts_cold(lab: Any) -> None:
     assert lab.server.events(attempt_id, "started")[0]["data"]["warm"] is False
 
 
-def test_names_and_values_of_params_never_reach_a_shell(lab: Any) -> None:
+def test_names_and_values_of_params_never_reach_a_shell(lab: Lab) -> None:
     nasty = {"; touch PWNED #": "$(touch PWNED)", "a b": "`touch PWNED`", "q'\"": "x\ny", "-": "--flag"}
     for style in ("flags", "hydra", "json", "env"):
         lab.script("import sys, json; print(json.dumps(sys.argv[1:]))", "echo.py")
@@ -175,14 +166,14 @@ def test_names_and_values_of_params_never_reach_a_shell(lab: Any) -> None:
     assert not list(lab.code.rglob("PWNED*"))
 
 
-def test_a_command_that_does_not_exist_says_so(lab: Any) -> None:
+def test_a_command_that_does_not_exist_says_so(lab: Lab) -> None:
     attempt_id = lab.run("no-such-program", kind="command", args="none")
     report = lab.server.exit_of(attempt_id)
     assert report["exit_codes"] == [127]
     assert report["error"]["type"] == "FileNotFoundError" and "no-such-program" in report["error"]["message"]
 
 
-def test_launches_that_cannot_be_made_are_reported(lab: Any) -> None:
+def test_launches_that_cannot_be_made_are_reported(lab: Lab) -> None:
     cases = {
         lab.run("missing.py"): "there is no script 'missing.py'",
         lab.run("train.py", cwd="/nowhere"): "working directory /nowhere does not exist",
@@ -194,7 +185,7 @@ def test_launches_that_cannot_be_made_are_reported(lab: Any) -> None:
         assert lab.alive(attempt_id) == []
 
 
-def test_an_old_python_is_refused_in_words(lab: Any, tmp_path: Path) -> None:
+def test_an_old_python_is_refused_in_words(lab: Lab, tmp_path: Path) -> None:
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\necho 3 9\n")
     old.chmod(0o755)
@@ -204,7 +195,7 @@ def test_an_old_python_is_refused_in_words(lab: Any, tmp_path: Path) -> None:
     assert failed["type"] == "PythonTooOld" and "Python 3.9" in failed["message"] and failed["user"] is True
 
 
-def test_the_snapshot_is_copied_fresh_with_links(lab: Any) -> None:
+def test_the_snapshot_is_copied_fresh_with_links(lab: Lab) -> None:
     snapshot, data = lab.root / "code" / ("a" * 32), lab.root / "bigdata"
     snapshot.mkdir(parents=True)
     data.mkdir()
@@ -221,7 +212,7 @@ def test_the_snapshot_is_copied_fresh_with_links(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("source", ["json", "pattern"])
-def test_the_objective_is_read_from_output(lab: Any, source: str) -> None:
+def test_the_objective_is_read_from_output(lab: Lab, source: str) -> None:
     text = """
 print('noise {"val": }')
 print('{"val": 0.5, "step": 3}'); print("val=0.5 at 3")
@@ -235,7 +226,7 @@ print('{"val": 0.25, "step": 5}', end=""); print("\\nval=0.25 at 5", end="")
     assert reports == [(3, 0.5), (4, "nan"), (5, 0.25)]
 
 
-def test_ranks_hear_a_directive_within_milliseconds_and_leave(lab: Any) -> None:
+def test_ranks_hear_a_directive_within_milliseconds_and_leave(lab: Lab) -> None:
     text = (
         LINE
         + """
@@ -268,7 +259,7 @@ os._exit(75)
     assert lab.server.events(attempt_id, "progress")[0]["data"] == {"step": 3, "phase": "train"}
 
 
-def test_a_command_resumes_by_its_signal_and_exit_code(lab: Any) -> None:
+def test_a_command_resumes_by_its_signal_and_exit_code(lab: Lab) -> None:
     text = "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(42))\nprint('up', flush=True)\n"
     lab.script(text + "while True: time.sleep(0.01)\n")
     attempt_id = lab.run("train.py", resume={"signal": "USR1", "exit_code": 42})
@@ -278,7 +269,7 @@ def test_a_command_resumes_by_its_signal_and_exit_code(lab: Any) -> None:
     assert (report["left"], report["exit_codes"], report["killed"], report["error"]) == ("yield", [42], None, None)
 
 
-def test_a_stop_ends_a_script_that_does_not_listen(lab: Any) -> None:
+def test_a_stop_ends_a_script_that_does_not_listen(lab: Lab) -> None:
     attempt_id = lab.run(lab.script("import time; print('up', flush=True)\nwhile True: time.sleep(0.01)\n"))
     wait_for(lambda: "up" in lab.log(attempt_id))
     lab.server.tell(attempt_id, "stop", 30.0, "cancelled")
@@ -286,13 +277,13 @@ def test_a_stop_ends_a_script_that_does_not_listen(lab: Any) -> None:
     assert (report["exit_codes"], report["killed"], report["left"]) == ([-signal.SIGTERM], "grace", None)
 
 
-def test_the_time_limit_stops(lab: Any) -> None:
+def test_the_time_limit_stops(lab: Lab) -> None:
     attempt_id = lab.run(lab.script("import time\nwhile True: time.sleep(0.01)\n"), max_seconds=1.0)
     report = lab.server.exit_of(attempt_id, 15)
     assert report["directive"]["reason"] == "max_time" and report["killed"] == "grace"
 
 
-def test_a_dead_peer_ends_the_gang(lab: Any) -> None:
+def test_a_dead_peer_ends_the_gang(lab: Lab) -> None:
     text = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('rank one')\nwhile True: time.sleep(0.01)\n"
     lab.script(text)
     attempt_id = lab.run("train.py", num_ranks=2)
@@ -301,7 +292,7 @@ def test_a_dead_peer_ends_the_gang(lab: Any) -> None:
     assert (report["killed"], report["failed_rank"], report["error"]["message"]) == ("peer_failed", 1, "rank one")
 
 
-def test_a_stale_attempt_stops_itself(lab: Any) -> None:
+def test_a_stale_attempt_stops_itself(lab: Lab) -> None:
     attempt_id = lab.run(lab.script("import time; print('up', flush=True)\nwhile True: time.sleep(0.01)\n"))
     wait_for(lambda: "up" in lab.log(attempt_id))
     lab.server.stale.add(attempt_id)
@@ -311,7 +302,7 @@ def test_a_stale_attempt_stops_itself(lab: Any) -> None:
     assert lab.alive(attempt_id) == []
 
 
-def test_a_changed_package_makes_the_warm_process_leave(fresh: Any) -> None:
+def test_a_changed_package_makes_the_warm_process_leave(fresh: Lab) -> None:
     extra = fresh.root / "extra" / "site-packages"
     extra.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(extra)}
@@ -329,7 +320,7 @@ def test_a_changed_package_makes_the_warm_process_leave(fresh: Any) -> None:
     assert warm == [True, False]
 
 
-def test_an_interpreter_without_torch_is_warm_and_names_what_is_missing(fresh: Any, tmp_path: Path) -> None:
+def test_an_interpreter_without_torch_is_warm_and_names_what_is_missing(fresh: Lab, tmp_path: Path) -> None:
     import venv
 
     venv.create(tmp_path / "venv", symlinks=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from long_poll import LongPoll
 
 from overnight.testing.server import RunningServer, ScriptedNode
 
@@ -386,22 +387,12 @@ def test_cancel_reaches_the_worker_at_once(client: httpx.Client, node: ScriptedN
     name = propose(client, "cancel", {})["trials"][0]["name"]
     attempt = node.launches()[0]["attempt_id"]
     node.start(attempt)
-    found: list[tuple[float, dict[str, Any]]] = []
-
-    def listen() -> None:
-        with httpx.Client(base_url=client.base_url, headers=client.headers, timeout=30, trust_env=False) as other:
-            answer = other.get(f"/v1/attempts/{attempt}/directive", params={"after": 0, "wait": 20}).json()
-            found.append((time.monotonic(), answer))
-
-    listener = threading.Thread(target=listen)
-    listener.start()
-    time.sleep(0.2)
+    listener = LongPoll(client, f"/v1/attempts/{attempt}/directive", after=0, wait=20).until_arrived()
     asked_at = time.monotonic()
     assert client.post(f"/v1/trials/{name}/cancel", json={"reason": "no use"}).json()["state"] == "stopping"
-    listener.join(20)
-    at, directive = found[0]
+    directive = listener.until_answered().json()
     assert directive["action"] == "stop" and directive["reason"] == "cancelled"
-    assert at - asked_at < 0.2
+    assert listener.answered_at - asked_at < 0.2
     assert node.spool(attempt)["directive"] == directive, "every heartbeat's answer repeats it"
     node.exit(attempt, 0, left="stop", saved=True)
     assert trial(client, name)["state"] == "cancelled"
@@ -521,11 +512,16 @@ def test_logs_from_any_byte_on(server: RunningServer, client: httpx.Client, node
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def read_stream(client: httpx.Client, count: int, **headers: str) -> list[int]:
+def read_stream(
+    client: httpx.Client, count: int, last: int | None = None, opened: threading.Event | None = None
+) -> list[int]:
     found: list[int] = []
+    headers = {} if last is None else {"Last-Event-ID": str(last)}
     with client.stream("GET", "/v1/events", headers={"Accept": "text/event-stream"} | headers) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
+            if opened is not None:
+                opened.set()
             if line.startswith("id: "):
                 found.append(int(line[4:]))
             if len(found) >= count:
@@ -536,16 +532,16 @@ def read_stream(client: httpx.Client, count: int, **headers: str) -> list[int]:
 def test_a_stream_goes_on_where_it_broke(client: httpx.Client) -> None:
     first = read_stream(client, 5)
     assert first == [1, 2, 3, 4, 5], "events are numbered without gaps"
-    assert read_stream(client, 3, **{"Last-Event-ID": "3"}) == [4, 5, 6]
+    assert read_stream(client, 3, last=3) == [4, 5, 6]
     error(client.get("/v1/events", headers={"Accept": "text/event-stream", "Last-Event-ID": "x"}), 422, "invalid_spec")
 
 
 def test_a_stream_tells_of_a_commit_at_once(client: httpx.Client) -> None:
     last = client.get("/v1/events", params={"limit": 1000}).json()["items"][-1]["seq"]
-    found: list[int] = []
-    reader = threading.Thread(target=lambda: found.extend(read_stream(client, 1, **{"Last-Event-ID": str(last)})))
+    found, opened = list[int](), threading.Event()
+    reader = threading.Thread(target=lambda: found.extend(read_stream(client, 1, last, opened)))
     reader.start()
-    time.sleep(0.2)
+    assert opened.wait(20)
     with httpx.Client(base_url=client.base_url, headers=client.headers, trust_env=False) as other:
         propose(other, "streamed", {"x": 1}, hold=True)
         reader.join(10)

@@ -4,19 +4,14 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import node_lab
 import pytest
+from node_lab import wait_for
 
 from overnight.trainer.data.record import audit
-
-_spec = spec_from_file_location("node_lab", Path(__file__).with_name("node_lab.py"))
-assert _spec is not None and _spec.loader is not None
-node_lab: Any = module_from_spec(_spec)
-_spec.loader.exec_module(node_lab)
-wait_for = node_lab.wait_for
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 PARAMS = {"epochs": 3, "width": 4}

@@ -293,3 +293,14 @@ def lab() -> Iterator[Lab]:
         yield made
     finally:
         made.close()
+
+
+@contextlib.contextmanager
+def warm_lab() -> Iterator[Lab]:
+    """A lab for many tests: its daemon's warm process is ready, and nothing that its server heard was out of order."""
+    with lab() as made:
+        made.daemon()
+        made.script("print('ready')", "warmup.py")
+        made.server.exit_of(made.run("warmup.py"), 60)
+        yield made
+        assert made.server.problems == []
