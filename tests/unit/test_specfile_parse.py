@@ -190,6 +190,13 @@ def test_hostile_yaml_is_an_error_and_quick(text):
         specfile.parse(text)
 
 
+def test_how_long_a_silence_is_a_hang():
+    text = "experiment: a\nrun: python x.py\ncompute: {hang: %s}"
+    assert specfile.parse("experiment: a\nrun: python x.py").compute.hang_seconds == 600
+    assert specfile.parse(text % "1h30m").compute.hang_seconds == 5400
+    assert specfile.parse(text % "0").compute.hang_seconds == 0
+
+
 def test_toml_errors_name_the_line_or_the_key():
     with pytest.raises(InvalidSpecError, match=r"x\.toml:2: not TOML"):
         specfile.parse("experiment = 'a'\nexperiment = 'b'\nrun = 'x'", name="x.toml")

@@ -97,7 +97,7 @@ Duration = Annotated[
 
 
 def _bytes(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
+    return parse_bytes(str(value)) if isinstance(value, str | bool) else value
 
 
 Bytes = Annotated[
@@ -153,6 +153,7 @@ class ComputeBlock(_Block):
     procs: int | None = None
     memory: str | None = None
     max_time: Duration = None
+    hang: Duration = None
 
 
 class CheckpointsBlock(_Block):
@@ -373,7 +374,9 @@ def _sweep_config(block: SweepBlock, params: dict[str, Any], document: Document)
 
 
 def _compute(block: ComputeBlock, document: Document) -> Compute:
-    data = block.model_dump(exclude={"max_time"}) | {"max_time_seconds": block.max_time}
+    data = block.model_dump(exclude={"max_time", "hang"}) | {"max_time_seconds": block.max_time}
+    if block.hang is not None:
+        data["hang_seconds"] = block.hang
     if (block.nodes is None) != (block.gpus_per_node is None):
         raise _error(document, ("compute",), "nodes and gpus_per_node go together", "Write both, or gpus alone.")
     return validate(Compute, data, document, ("compute",))

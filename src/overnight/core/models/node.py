@@ -37,6 +37,7 @@ class Order(Wire):
         token_file: Where the bearer token is.
         grace_seconds: From a yield or stop to SIGTERM.
         max_seconds: Stop the trial after this long; None is no limit.
+        hang_seconds: The least silence of all ranks that is a hang; 0 is never.
         threads: Compute threads of each rank.
         preload: Whether a warm process may be used.
     """
@@ -71,6 +72,7 @@ class Order(Wire):
     token_file: str
     grace_seconds: float = 30.0
     max_seconds: float | None = None
+    hang_seconds: float = 600.0
     threads: int = 1
     preload: bool = True
 
@@ -181,7 +183,9 @@ class Directive(Wire):
     reason: str = ""
 
 
-SpoolKind = Literal["started", "progress", "metrics", "report", "checkpoint", "generation", "ledger", "mlflow", "exit"]
+SpoolKind = Literal[
+    "started", "progress", "metrics", "report", "checkpoint", "generation", "hang", "ledger", "mlflow", "exit"
+]
 
 
 class SpoolEvent(Wire):
@@ -194,15 +198,17 @@ class SpoolEvent(Wire):
     - ``metrics``: ``rows`` [[key, step, value, time] …]; value is a number, or the text ``nan``/``inf``/``-inf``
     - ``report``: ``step``, ``values`` {name: number or text}; the objective among them
     - ``checkpoint``: ``step``, ``uri``, ``bytes``, ``generation``
-    - ``generation``: ``generation``
+    - ``generation``: ``generation``; ``cause`` and ``pids`` when its ranks start, ``fork_step`` when it is known
+    - ``hang``: ``cause``, ``stacks`` (path of a file with the stacks of every rank)
     - ``ledger``: ``seconds`` {category: seconds}, ``counts`` {name: number}
     - ``mlflow``: ``params`` {}, ``tags`` {}
     - ``exit``: ``exit_codes`` [per rank; negative is a signal; None unknown], ``left`` (``yield``, ``stop``, None:
       what the ranks said when they left on a directive), ``saved``, ``killed`` (why the supervisor killed, or None),
       ``error`` {type, message, traceback, step, rank} or None, ``last_lines``, ``seconds``, ``oom`` bool,
-      ``failed_rank`` (whose failure came first, or None), ``directive`` (the one in force at the end, or None).
-      ``killed`` is ``grace`` (did not leave in time, or listens to no directive), ``peer_failed``, ``killed`` (by the
-      node's daemon), ``stale`` or ``spool_failed``
+      ``failed_rank`` (whose failure came first, or None), ``directive`` (the one in force at the end, or None),
+      ``generations`` (starts of the ranks), ``restarts`` (why they started again, oldest first).
+      ``killed`` is ``grace`` (did not leave in time, or listens to no directive), ``peer_failed``, ``hung``, ``killed``
+      (by the node's daemon), ``stale`` or ``spool_failed``
     """
 
     seq: int = Field(ge=1)

@@ -81,6 +81,8 @@ class Compute(Wire):
         procs: Ranks in all; default one per device.
         memory: Host memory, e.g. ``"16G"``.
         max_time_seconds: The trial is stopped after this much running time; None is no limit.
+        hang_seconds: A trial on the trainer whose ranks all make no progress for so long, and much longer than what
+            they are at took before, hangs: its ranks start again. 0: they may take any time.
     """
 
     gpus: int | str = 1
@@ -90,6 +92,7 @@ class Compute(Wire):
     procs: int | None = Field(default=None, ge=1)
     memory: str | None = None
     max_time_seconds: float | None = Field(default=None, gt=0)
+    hang_seconds: float = Field(default=600.0, ge=0)
 
     @field_validator("gpus")
     @classmethod

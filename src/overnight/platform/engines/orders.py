@@ -86,5 +86,6 @@ def make_order(
         token_file=str(home.token_file),
         grace_seconds=around.grace_seconds,
         max_seconds=config.compute.max_time_seconds,
+        hang_seconds=config.compute.hang_seconds,
         threads=max(1, cores_of_devices // world_size),
     )
