@@ -172,6 +172,22 @@ class TestFencing:
         with pytest.raises(StaleAttemptError):
             lab.spool(attempt, event(3, "progress", step=1), generation=1)
 
+    def test_a_restart_and_a_hang_are_on_record(self, lab: Lab) -> None:
+        trial, attempt = lab.run()
+        hang = event(2, "hang", cause="rank 0 made no progress for 600 s", stacks="/a/stacks-1.txt")
+        cause = "rank 0 was ended by SIGSEGV"
+        lab.spool(attempt, hang, event(3, "generation", 2, cause=cause, pids={"0": 7}), generation=2)
+        lab.spool(attempt, event(4, "generation", 2, fork_step=3), generation=2)
+        with lab.store.read() as conn:
+            found = [one for one in events.page(conn, trial_id=trial.id).items if one.kind.startswith("attempt.")]
+        assert [(one.kind, one.cause) for one in found] == [
+            ("attempt.hung", "rank 0 made no progress for 600 s"),
+            ("attempt.restarted", cause),
+        ]
+        assert [one.data for one in found] == [{"generation": 1, "stacks": "/a/stacks-1.txt"}, {"generation": 2}]
+        again = lab.get(trial.id)
+        assert (again.state, again.retries_used, again.attempts[0].generation) == (S.RUNNING, 0, 2)
+
     def test_started_does_not_revive_a_trial_that_is_being_stopped(self, lab: Lab) -> None:
         trial = lab.trial()
         attempt = lab.begin(trial)

@@ -55,9 +55,11 @@ def _print_facts(session: Session, trial: "Trial") -> None:
     ]
     if trial.sweep_id:
         rows.append(("sweep", trial.sweep_id))
-    if trial.preemptions or trial.retries_used:
+    restarts = sum(attempt.generation - 1 for attempt in trial.attempts)
+    if trial.preemptions or trial.retries_used or restarts:
         yields, retries = _count(trial.preemptions, "yield"), _count(trial.retries_used, "retry", "retries")
-        rows.append(("disturbed", f"{yields}, {retries} used"))
+        inside = f", {_count(restarts, 'restart')} inside an attempt" if restarts else ""
+        rows.append(("disturbed", f"{yields}, {retries} used{inside}"))
     if trial.config.python:
         rows.append(("python", trial.config.python))
     if trial.config.code:

@@ -243,6 +243,7 @@ _KILLED = {
     "grace": "it was still there when its grace was over, and was ended",
     "killed": "it was killed at once, as asked",
     "peer_failed": "it was ended because another rank failed",
+    "hung": "it made no progress any more, and was ended",
     "spool_failed": "it was killed because what it reported could not be written down",
     "stale": "it was killed because another attempt had taken its place",
 }

@@ -137,7 +137,14 @@ class _Batch:
             )
 
     def _apply_generation(self, event: SpoolEvent, data: dict[str, Any]) -> None:
-        self._start_generation(_whole(data.get("generation", event.generation)), data)
+        generation = _whole(data.get("generation", event.generation))
+        self._start_generation(generation, data)
+        if data.get("cause"):
+            self._record("attempt.restarted", str(data["cause"])[:1_000], generation=generation)
+
+    def _apply_hang(self, event: SpoolEvent, data: dict[str, Any]) -> None:
+        stacks = str(data["stacks"])[:4096]
+        self._record("attempt.hung", str(data["cause"])[:1_000], generation=event.generation, stacks=stacks)
 
     def _start_generation(self, generation: int, data: dict[str, Any]) -> None:
         fork_step = data.get("fork_step")
