@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from overnight.core.errors import BadInputError, DataError
 from overnight.trainer import rng
-from overnight.trainer.data.sampling import SamplerOrder, ShuffledOrder, WeightedOrder, mixture_weights
+from overnight.trainer.data.sampling import SamplerOrder, ShuffledOrder, WeightedOrder
 
 
 def drawn(order: Any, epoch: int) -> list[int]:
@@ -56,17 +56,6 @@ def test_only_samples_with_weight_are_drawn(weights: list[float], seed: int) -> 
     if not np.isfinite(np.cumsum(weights)[-1]):
         return
     assert all(weights[index] > 0 for index in drawn(WeightedOrder(weights, 200, seed), 0))
-
-
-def test_a_mixture_keeps_its_proportions_whatever_the_lengths_are() -> None:
-    weights = mixture_weights([10, 1000, 5], [0.5, 0.25, 0.25])
-    draws = np.array(drawn(WeightedOrder(weights, 20_000, seed=1), 0))
-    counts = [(draws < 10).sum(), ((draws >= 10) & (draws < 1010)).sum(), (draws >= 1010).sum()]
-    assert stats.chisquare(counts, [10_000, 5000, 5000]).pvalue > 1e-4
-    with pytest.raises(DataError, match="2 data sets but 1"):
-        mixture_weights([1, 2], [1])
-    with pytest.raises(DataError, match="empty"):
-        mixture_weights([0, 2], [1, 1])
 
 
 class EveryGenerator:

@@ -18,13 +18,13 @@ from scipy import stats  # type: ignore[import-untyped]
 from torch.utils.data import ConcatDataset
 
 from overnight import trainer
-from overnight.core.errors import DataError
+from overnight.core.errors import BadInputError, DataError, DatasetChangedError
 from overnight.trainer.checkpoint.fence import claim
 from overnight.trainer.checkpoint.place import CheckpointName, Token, open_place
 from overnight.trainer.data.loader import DataLoader
+from overnight.trainer.data.mixture import MixtureOrder, apportion
 from overnight.trainer.data.permutation import Permutation
 from overnight.trainer.data.record import Audit, SampleRecord, audit
-from overnight.trainer.data.sampling import WeightedOrder, mixture_weights
 from overnight.trainer.rng import derive
 
 SIGNIFICANCE = 1e-4
@@ -370,39 +370,119 @@ def test_augmentation_seeds_are_uniform_over_positions_and_epochs() -> None:
     assert abs(np.corrcoef(drawn[:2000, 0], drawn[2000:4000, 0])[0, 1]) < 0.1
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.floats(0.05, 10)), min_size=1, max_size=5),
-    st.integers(0, 3),
-    st.integers(0, 200),
-)
+PARTS = st.lists(st.tuples(st.integers(1, 30), st.floats(0.05, 10)), min_size=1, max_size=5)
+
+
+@given(PARTS, st.integers(0, 3), st.integers(0, 200))
 @settings(max_examples=30)
 def test_a_mixture_is_the_same_for_any_ranks_and_from_any_position(
     parts: list[tuple[int, float]], epoch: int, start: int
 ) -> None:
-    lengths, proportions = [length for length, _ in parts], [share for _, share in parts]
     dataset = ConcatDataset([list(range(1000 * part, 1000 * part + length)) for part, (length, _) in enumerate(parts)])
-    weights = mixture_weights(lengths, proportions)
+    options: dict[str, Any] = {"num_samples": 240, "global_batch_size": 12, "micro_batch_size": 2, "seed": 9}
     drawn: dict[int, dict[int, list[int]]] = {}
     for ranks in (1, 2, 3):
         drawn[ranks] = {}
         for rank in range(ranks):
-            loader = DataLoader(
-                dataset, weights=weights, num_samples=240, global_batch_size=12, micro_batch_size=2, seed=9
-            )
+            loader = DataLoader(dataset, mixture=[share for _, share in parts], **options)
             loader.bind(rank=rank, world_size=ranks)
             for batch in loader.micro_batches(epoch, 12 * (start // 12)):
                 drawn[ranks][batch.first] = batch.data.tolist()
     assert drawn[1] == drawn[2] == drawn[3]
 
 
-def test_a_mixture_keeps_its_shares_in_every_epoch_and_is_uniform_inside_each_part() -> None:
-    lengths, shares = [40, 400, 4], np.array([0.2, 0.5, 0.3])
-    order = WeightedOrder(mixture_weights(lengths, shares.tolist()), 4000, seed=8)
-    parts = np.repeat([0, 1, 2], lengths)
-    for epoch in range(5):
-        drawn = order.indices(epoch, np.arange(4000))
-        assert stats.chisquare(np.bincount(parts[drawn], minlength=3), shares * 4000).pvalue > SIGNIFICANCE
-        for part in range(3):
-            counts = np.bincount(drawn, minlength=444)[parts == part]
-            assert stats.chisquare(counts).pvalue > SIGNIFICANCE
-    assert not np.array_equal(order.indices(0, np.arange(50)), order.indices(1, np.arange(50)))
+@given(PARTS, st.integers(1, 300), st.integers(1, 6))
+@settings(max_examples=60)
+def test_a_mixture_takes_its_shares_and_goes_through_each_part_before_it_comes_again(
+    parts: list[tuple[int, float]], num_samples: int, num_epochs: int
+) -> None:
+    lengths, shares = [length for length, _ in parts], [share for _, share in parts]
+    order = MixtureOrder(lengths, shares, num_samples, seed=3)
+    part_of = np.repeat(np.arange(len(parts)), lengths)
+    total = np.zeros(sum(lengths), dtype=np.int64)
+    for epoch in range(num_epochs):
+        drawn = order.indices(epoch, np.arange(num_samples))
+        assert np.bincount(part_of[drawn], minlength=len(parts)).tolist() == order.counts
+        total += np.bincount(drawn, minlength=len(total))
+    for part in range(len(parts)):
+        seen = total[part_of == part]
+        assert seen.max() - seen.min() <= 1
+    for count, share in zip(order.counts, shares, strict=True):
+        assert abs(count - num_samples * share / sum(shares)) < 1 + 1e-9
+
+
+@given(st.integers(0, 2**62), st.lists(st.floats(0, 1e300), min_size=1, max_size=8).filter(any))
+def test_shares_are_rounded_so_that_they_add_up(total: int, shares: list[float]) -> None:
+    counts = apportion(total, shares)
+    assert sum(counts) == total
+    assert all(count == 0 for count, share in zip(counts, shares, strict=True) if not share)
+
+
+# A promise across versions, as the permutation is.
+def test_mixtures_are_the_same_in_every_version() -> None:
+    order = MixtureOrder([5, 3, 7], [1.0, 2.0, 0.5], 14, seed=3)
+    assert order.counts == [4, 8, 2]
+    assert order.indices(0, np.arange(14)).tolist() == [8, 2, 7, 1, 0, 6, 5, 7, 4, 7, 5, 5, 6, 11]
+    assert order.indices(1, np.arange(14)).tolist() == [3, 2, 9, 6, 5, 3, 6, 6, 6, 13, 1, 7, 5, 7]
+
+
+def test_the_parts_of_a_mixture_are_interleaved_uniformly() -> None:
+    lengths, shares = [40, 4000, 4], [0.2, 0.5, 0.3]
+    order = MixtureOrder(lengths, shares, 5000, seed=8)
+    part_of = np.repeat([0, 1, 2], lengths)
+    places = np.zeros((3, 10))
+    first = np.zeros(3)
+    for epoch in range(200):
+        drawn = part_of[order.indices(epoch, np.arange(5000))]
+        np.add.at(places, (drawn, np.arange(5000) // 500), 1)
+        first[drawn[0]] += 1
+    for part in range(3):
+        assert stats.chisquare(places[part]).pvalue > SIGNIFICANCE
+    assert stats.chisquare(first, np.array(shares) * 200).pvalue > SIGNIFICANCE
+
+
+def test_a_mixture_of_huge_parts_is_asked_at_any_position_at_once() -> None:
+    order = MixtureOrder([10**11, 10**9], [0.5, 0.5], 10**10, seed=1)
+    drawn = order.indices(7, np.array([0, 10**10 - 1, 123_456_789]))
+    assert drawn.tolist() == [int(order.indices(7, np.array([place]))[0]) for place in (0, 10**10 - 1, 123_456_789)]
+    assert ((drawn >= 0) & (drawn < 10**11 + 10**9)).all()
+
+
+def test_a_mixture_goes_on_in_its_place_and_refuses_other_shares() -> None:
+    dataset = ConcatDataset([list(range(10)), list(range(100, 130))])
+
+    def mixed(shares: list[float]) -> DataLoader:
+        loader = DataLoader(dataset, batch_size=4, mixture=shares, seed=2)
+        loader.bind(rank=0, world_size=1)
+        return loader
+
+    loader = mixed([1, 3])
+    loader.advance(13)
+    state = loader.state_dict()
+    again = mixed([2, 6])  # the same shares in other words
+    again.load_state_dict(state)
+    straight = mixed([1, 3])
+    expected = [batch.data.tolist() for batch in straight.micro_batches(1, 12)]
+    assert [batch.tolist() for batch in again] == expected
+    with pytest.raises(DatasetChangedError, match="an order with hash"):
+        mixed([1, 1]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "shares", "message"),
+    [
+        (list(range(10)), [1.0], "ConcatDataset"),
+        (ConcatDataset([range(3), range(4)]), [1.0], "2 data sets but 1"),
+        (ConcatDataset([range(3), range(4)]), [0.0, 0.0], "at least one is positive"),
+        (ConcatDataset([range(3), range(4)]), [float("nan"), 1.0], "finite"),
+        (ConcatDataset([range(3), range(0)]), [1.0, 1.0], "empty"),
+    ],
+)
+def test_mixtures_that_mean_nothing_are_refused(dataset: Any, shares: list[float], message: str) -> None:
+    with pytest.raises((BadInputError, DataError), match=message):
+        DataLoader(dataset, batch_size=1, mixture=shares).bind(rank=0, world_size=1)
+
+
+def test_a_mixture_excludes_other_orders() -> None:
+    with pytest.raises(BadInputError, match="shuffle and mixture exclude"):
+        DataLoader(ConcatDataset([range(3)]), mixture=[1.0], shuffle=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 
 from overnight.core.errors import BadInputError
 
@@ -38,14 +38,26 @@ def require_sizes(batch_size: int | None, global_batch_size: int | None, micro_b
         raise BadInputError("micro_batch_size needs global_batch_size", hint="Or pass batch_size alone.")
 
 
-def require_one_order(shuffle: bool, sampler: Any, weights: Any, num_samples: int | None) -> None:
-    """At most one of ``shuffle``, ``sampler`` and ``weights``."""
-    given = [name for name, value in (("shuffle", shuffle or None), ("sampler", sampler), ("weights", weights))
-             if value is not None]  # fmt: skip
+def require_one_order(*, shuffle: bool, sampler: Any, weights: Any, mixture: Any, num_samples: int | None) -> None:
+    """At most one of ``shuffle``, ``sampler``, ``weights`` and ``mixture``."""
+    orders = {"shuffle": shuffle or None, "sampler": sampler, "weights": weights, "mixture": mixture}
+    given = [name for name, value in orders.items() if value is not None]
     if len(given) > 1:
         raise BadInputError(f"{' and '.join(given)} exclude each other", hint="Pass one of them.")
-    if num_samples is not None and (weights is None or num_samples < 1):
-        raise BadInputError("num_samples is the number of weighted draws per epoch", hint="Pass it with weights=.")
+    if num_samples is not None and ((weights is None and mixture is None) or num_samples < 1):
+        raise BadInputError(
+            "num_samples is the number of draws per epoch, at least 1", hint="Pass it with weights= or mixture=."
+        )
+
+
+def parts_of(dataset: Any) -> list[int]:
+    """Lengths of the data sets that were concatenated to one."""
+    if not isinstance(dataset, ConcatDataset):
+        raise BadInputError(
+            f"mixture= mixes the parts of a torch.utils.data.ConcatDataset, not of a {type(dataset).__name__}",
+            hint="Like DataLoader(ConcatDataset([books, web]), mixture=[0.3, 0.7]).",
+        )
+    return [len(part) for part in dataset.datasets]  # type: ignore[arg-type]
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ requested, not when it was read ahead.
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +19,17 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import default_collate
 
 from overnight.core.errors import BadInputError, DataError, DatasetChangedError, IndivisibleBatchError
-from overnight.trainer.data.arguments import require_choice, require_map_style, require_one_order, require_sizes
+from overnight.trainer.data.arguments import (
+    parts_of,
+    require_choice,
+    require_map_style,
+    require_one_order,
+    require_sizes,
+)
 from overnight.trainer.data.augment import Fetched, SampleReader, Task, draws_nothing
 from overnight.trainer.data.binding import Binding
 from overnight.trainer.data.fingerprint import UNSTABLE, content_hash
+from overnight.trainer.data.mixture import MixtureOrder
 from overnight.trainer.data.position import Block, Geometry, Tail, divide, weights_of, world_sizes
 from overnight.trainer.data.sampling import Order, SamplerOrder, SequentialOrder, ShuffledOrder, WeightedOrder
 from overnight.trainer.data.state import LoaderState
@@ -79,7 +86,9 @@ class DataLoader:
             of weight 0 (see :attr:`sample_weight`). One rank with ``batch_size`` alone keeps its last short batch.
         sampler: Gives the order of an epoch instead; materialised once an epoch with its own random numbers.
         weights: One weight per sample: draws with replacement in proportion.
-        num_samples: Draws per epoch, with ``weights`` only; the data set's length otherwise.
+        mixture: One share per part of a ``ConcatDataset``: every epoch takes exactly so much of each, and each part is
+            gone through completely before any of its samples comes again.
+        num_samples: Draws per epoch, with ``weights`` or ``mixture`` only; the data set's length otherwise.
         drop_last: Drop the last short batch on one rank too.
         pure: The data set and ``collate_fn`` draw no random numbers: saves 12 us per sample.
         ack: ``"auto"``: a batch is consumed when the next one is requested. ``"manual"``: when :meth:`advance` says so,
@@ -113,6 +122,7 @@ class DataLoader:
         tail: Literal["drop", "pad"] = "drop",
         sampler: Iterable[Any] | None = None,
         weights: ArrayLike | None = None,
+        mixture: Sequence[float] | None = None,
         num_samples: int | None = None,
         drop_last: bool = False,
         pure: bool = False,
@@ -129,7 +139,7 @@ class DataLoader:
     ) -> None:
         require_map_style(dataset)
         require_sizes(batch_size, global_batch_size, micro_batch_size)
-        require_one_order(shuffle, sampler, weights, num_samples)
+        require_one_order(shuffle=shuffle, sampler=sampler, weights=weights, mixture=mixture, num_samples=num_samples)
         require_choice("tail", tail, ("drop", "pad"))
         require_choice("ack", ack, ("auto", "manual"))
         self.dataset = dataset
@@ -144,6 +154,7 @@ class DataLoader:
         self._global_batch_size = global_batch_size
         self._tail = tail
         self._shuffle, self._sampler, self._weights, self._num_samples = shuffle, sampler, weights, num_samples
+        self._mixture = None if mixture is None else (parts_of(dataset), list(mixture))
         self._explicit_seed = seed
         self._adopted_seed: int | None = None
         self._length = len(dataset)
@@ -213,6 +224,8 @@ class DataLoader:
                     hint="Give one weight per sample of the data set.",
                 )
             return WeightedOrder(self._weights, self._num_samples or self._length, seed)
+        if self._mixture is not None:
+            return MixtureOrder(*self._mixture, self._num_samples or self._length, seed)
         if self._sampler is not None:
             return SamplerOrder(self._sampler, self._length, seed)
         return ShuffledOrder(self._length, seed) if self._shuffle else SequentialOrder(self._length)

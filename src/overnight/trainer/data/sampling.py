@@ -1,11 +1,12 @@
 """In which order an epoch visits the data set: sequential, shuffled, weighted, or as a sampler of the user says.
 
+Mixtures of data sets are in :mod:`overnight.trainer.data.mixture`.
+
 Every order answers the same question, "which data set indices are at these positions of this epoch?", as a pure
 function of (seed, epoch, position). No order keeps state between calls that a resumed run would have to restore.
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,7 +99,7 @@ class WeightedOrder:
     """Independent draws with replacement, sample ``i`` with probability ``weights[i] / sum(weights)``.
 
     The draw at a position is a pure function of (seed, epoch, position): a counter-based uniform number, looked up in
-    the cumulative weights. So a mixture of data sets stays the same whatever the number of ranks or workers is.
+    the cumulative weights (inversion: Devroye, "Non-Uniform Random Variate Generation", 1986, chapter III.2).
 
     Args:
         weights: One finite weight >= 0 per sample of the data set, not all 0.
@@ -220,24 +221,3 @@ def _index(value: Any) -> int:
             f"the sampler gave {type(value).__name__} {value!r:.60}, not an index",
             hint="Batch samplers are not supported: give single indices, and the batch size to the loader.",
         ) from None
-
-
-def mixture_weights(lengths: Sequence[int], proportions: Sequence[float]) -> NDArray[np.float64]:
-    """Per-sample weights that draw from concatenated data sets in the given proportions.
-
-    Args:
-        lengths: Length of each part, in the order in which they are concatenated.
-        proportions: Relative share of each part, >= 0.
-
-    Returns:
-        float64, shape ``[sum(lengths)]``, for ``DataLoader(ConcatDataset(parts), weights=...)``.
-
-    Raises:
-        DataError: The two differ in number, or an empty part has a share.
-    """
-    if len(lengths) != len(proportions):
-        raise DataError(f"{len(lengths)} data sets but {len(proportions)} proportions", hint="Give one for each.")
-    if any(length == 0 and share > 0 for length, share in zip(lengths, proportions, strict=True)):
-        raise DataError("an empty data set cannot have a share of the mixture", hint="Leave it out, or give it 0.")
-    parts = ([share / length] * length for length, share in zip(lengths, proportions, strict=True))
-    return np.fromiter(itertools.chain.from_iterable(parts), dtype=np.float64)
