@@ -80,41 +80,42 @@ def _print(session: Session, verb: str, done: list["Trial"], failed: list["Overn
             session.console.print(look.state(trial.state).append(f"  {trial.name}"))
 
 
-@command("overnight cancel digits-7 digits-8", "overnight cancel --reason 'diverges' digits-7")
-def cancel(
-    ctx: typer.Context, trials: TrialRefs, reason: Reason = "", dry_run: DryRun = False, output: Output = TEXT
-) -> None:
-    """Stop trials for good. A running one saves and leaves within the grace."""
-    _apply(ctx, "cancel", trials, reason, dry_run)
+def _steering(verb: str, summary: str, *examples: str) -> typer.Typer:
+    """The command of a verb. All take the same words; only what the server does differs."""
+
+    def steer(
+        ctx: typer.Context, trials: TrialRefs, reason: Reason = "", dry_run: DryRun = False, output: Output = TEXT
+    ) -> None:
+        _apply(ctx, verb, trials, reason, dry_run)
+
+    steer.__name__, steer.__doc__ = verb, summary
+    return command(*examples)(steer)
 
 
-@command("overnight rerun digits-7              # goes on from its newest checkpoint")
-def rerun(
-    ctx: typer.Context, trials: TrialRefs, reason: Reason = "", dry_run: DryRun = False, output: Output = TEXT
-) -> None:
-    """Queue ended trials again; they go on from their newest checkpoint."""
-    _apply(ctx, "rerun", trials, reason, dry_run)
-
-
-@command("overnight hold digits-9", "overnight unhold digits-9             # undoes it")
-def hold(
-    ctx: typer.Context, trials: TrialRefs, reason: Reason = "", dry_run: DryRun = False, output: Output = TEXT
-) -> None:
-    """Keep queued trials from starting."""
-    _apply(ctx, "hold", trials, reason, dry_run)
-
-
-@command("overnight unhold digits-9")
-def unhold(
-    ctx: typer.Context, trials: TrialRefs, reason: Reason = "", dry_run: DryRun = False, output: Output = TEXT
-) -> None:
-    """Let held trials start, at their old place in the queue."""
-    _apply(ctx, "unhold", trials, reason, dry_run)
-
-
-@command("overnight bump digits-9               # next of its class")
-def bump(
-    ctx: typer.Context, trials: TrialRefs, reason: Reason = "", dry_run: DryRun = False, output: Output = TEXT
-) -> None:
-    """Move queued trials to the front of their class."""
-    _apply(ctx, "bump", trials, reason, dry_run)
+cancel = _steering(
+    "cancel",
+    "Stop trials for good. A running one saves and leaves within the grace.",
+    "overnight cancel digits-7 digits-8",
+    "overnight cancel --reason 'diverges' digits-7",
+)
+rerun = _steering(
+    "rerun",
+    "Queue ended trials again; they go on from their newest checkpoint.",
+    "overnight rerun digits-7              # goes on from its newest checkpoint",
+)
+hold = _steering(
+    "hold",
+    "Keep queued trials from starting.",
+    "overnight hold digits-9",
+    "overnight unhold digits-9             # undoes it",
+)
+unhold = _steering(
+    "unhold",
+    "Let held trials start, at their old place in the queue.",
+    "overnight unhold digits-9",
+)
+bump = _steering(
+    "bump",
+    "Move queued trials to the front of their class.",
+    "overnight bump digits-9               # next of its class",
+)
