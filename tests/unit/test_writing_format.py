@@ -177,19 +177,6 @@ def test_no_tensors_are_a_file_too(tmp_path: Path) -> None:
     assert dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata == {}
 
 
-def test_a_hundred_thousand_small_tensors(tmp_path: Path) -> None:
-    tensors = {f"layer.{number}": torch.tensor([float(number), -1.0]) for number in range(100_000)}
-    entry, index = write(tmp_path, tensors)
-    assert len(entry.segments) < 200 and len(index) == 100_000
-    found = dcp.FileSystemReader(tmp_path).read_metadata()
-    assert len(found.storage_data) == 100_000
-    for key in ("layer.0", "layer.54321", "layer.99999"):
-        start, length = index[key].chunks[0].record
-        with (tmp_path / "__0_0.distcp").open("rb") as file:
-            file.seek(start)
-            assert_same(torch.load(io.BytesIO(file.read(length)), weights_only=True), tensors[key])
-
-
 def test_chunks_of_several_ranks_come_together(tmp_path: Path) -> None:
     pieces = [Piece("w", "float32", (2, 4), 0, 32, (4, 4), (2 * rank, 0)) for rank in range(2)]
     memory = memoryview(raw(torch.arange(8.0)))

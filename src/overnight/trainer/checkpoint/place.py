@@ -8,7 +8,6 @@ damaged since. Object stores cannot rename: there the manifest, written last, pu
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import urllib.parse
 from abc import ABC, abstractmethod
@@ -179,7 +178,7 @@ class LocalPlace(Place):
     def create(self, path: str, data: bytes) -> bool:
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        temporary = target.with_name(f".{target.name}.{_unique()}.tmp")
         try:
             temporary.write_bytes(data)
             sync_file(temporary)
@@ -196,7 +195,7 @@ class LocalPlace(Place):
         if not target.is_dir():
             target.unlink(missing_ok=True)
             return
-        trash = target.with_name(f".trash-{target.name}-{secrets.token_hex(4)}")
+        trash = target.with_name(f".trash-{target.name}-{_unique()}")
         with contextlib.suppress(FileNotFoundError):  # somebody else was faster
             target.rename(trash)
             shutil.rmtree(trash, ignore_errors=True)
@@ -226,6 +225,11 @@ def open_place(url: str | Path) -> Place:
     return open_remote(text)
 
 
+def _unique() -> str:
+    """For names that nobody else uses."""
+    return os.urandom(6).hex()
+
+
 def sync_file(path: Path) -> None:
     """Makes a file's bytes durable."""
     with path.open("rb") as file:
@@ -243,7 +247,7 @@ def sync_directory(path: Path) -> None:
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Writes a whole file or none: temporary name, fsync, rename. What is not durable may be lost in a power cut."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{path.name}.{_unique()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -6,7 +6,7 @@ written: who sees another claim withdraws. Requests that fail for the moment are
 """
 
 import contextlib
-import secrets
+import os
 from typing import Any, cast
 
 from overnight.core.errors import BadInputError, SetupError
@@ -84,7 +84,7 @@ class RemotePlace(Place):
             self.patience.call(lambda: self.files.makedirs(parent, exist_ok=True))
 
     def create(self, path: str, data: bytes) -> bool:
-        claim = f"{path}.claim-{secrets.token_hex(8)}"
+        claim = f"{path}.claim-{os.urandom(8).hex()}"
         self.write(claim, b"")
         folder, _, name = path.rpartition("/")
         mine = claim.rpartition("/")[2]

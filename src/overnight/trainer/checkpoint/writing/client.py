@@ -303,7 +303,7 @@ class WriterClient:
         """
         deadline = None if seconds is None else self._clock() + seconds
         while True:
-            self._done += self.poll()
+            self._done = self.poll()
             if ticket.done:
                 return True
             left = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, deadline - self._clock())

@@ -24,7 +24,6 @@ from overnight.trainer.checkpoint.place import (
     sync_file,
 )
 from overnight.trainer.checkpoint.remote import RemotePlace
-from overnight.trainer.checkpoint.writing.upload import upload
 
 Progress = Callable[[int], None]
 
@@ -178,12 +177,16 @@ class RemoteDestination(Destination):
         return folder
 
     def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
+        from overnight.trainer.checkpoint.writing.upload import upload  # with thread pools: of no use to local places
+
         own = {file: entry for file, entry in files.items() if not file.startswith("../")}
         upload(self.place, self.folder(name), str(name), own, self._progress)
         note = self.note(name)
         self.place.write(f"{partial_name(name)}/{note.name}", note.read_bytes())
 
     def deliver_base(self, folder: Path, base: str, files: Mapping[str, FileEntry]) -> None:
+        from overnight.trainer.checkpoint.writing.upload import upload
+
         upload(self.place, folder, base, files, self._progress)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,0 +1,190 @@
+"""A trainer's side of the writer process without a trainer: an arena, orders, clients, and where to strike."""
+
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overnight.trainer.checkpoint.fence import claim
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place, Token
+from overnight.trainer.checkpoint.retention import Retention
+from overnight.trainer.checkpoint.writing.client import Ticket, WriterClient
+from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
+
+LIMIT_SECONDS = 60.0
+"""A busy machine may take that long for anything."""
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor in C order."""
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+class Memory:
+    """Staging memory with some tensors in it."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], number: int = 1) -> None:
+        self.number = number
+        self.pieces: list[Piece] = []
+        data = bytearray()
+        for key, tensor in tensors.items():
+            data += bytes(-len(data) % 64)
+            content = raw(tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.pieces.append(Piece(key, dtype, tuple(tensor.shape), len(data), len(content)))
+            data += content
+        self.size = max(mmap.PAGESIZE, len(data))
+        self._descriptor = os.memfd_create("lab")
+        os.ftruncate(self._descriptor, self.size)
+        self.bytes = mmap.mmap(self._descriptor, self.size)
+        self.bytes[: len(data)] = bytes(data)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def close(self) -> None:
+        self.bytes.close()
+        os.close(self._descriptor)
+
+
+def order(number: int, step: int, memory: Memory, **changes: Any) -> SaveOrder:
+    """An order for what lies in a memory."""
+    facts = {"versions": {"torch": "x"}, "threads": 1}
+    given = {"save": 1, "objects": f'{{"it": {step}}}', "position": {"at": step}, "facts": facts, **changes}
+    return SaveOrder(number=number, step=step, pieces=tuple(given.pop("pieces", memory.pieces)), **given)
+
+
+@contextlib.contextmanager
+def client_of(
+    place: Place | str, tmp_path: Path, token: Token = Token(1), *, claims: bool = True, **options: Any
+) -> Iterator[WriterClient]:
+    """A client whose token has claimed the place."""
+    author_fields = {name: options.pop(name) for name in list(options) if name in Author.__dataclass_fields__}
+    author = Author(**{"token": token, "parent": None, "timeout_seconds": 30.0, **author_fields})
+    if claims and author.rank == 0 and isinstance(place, Place):
+        claim(place, token, author.parent)
+    retention = options.pop("retention", Retention(keep=2))
+    client = WriterClient(str(place), author, retention, tmp_path / "staging", **options)
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def finish(client: WriterClient, ticket: Ticket) -> Ticket:
+    """Waits for a ticket."""
+    assert client.wait(ticket, LIMIT_SECONDS), f"still {ticket.stage} after {LIMIT_SECONDS} s"
+    return ticket
+
+
+def until(condition: Callable[[], Any], what: str = "it") -> None:
+    """Waits for a condition, with a deadline."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s for {what}"
+        time.sleep(0.005)
+
+
+def descriptors(pid: int | str = "self") -> set[str]:
+    """Open descriptors of a process."""
+    return {path.name for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process is neither running nor a zombie."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+def state_of(pid: int) -> str:
+    """The state of a process: R, S, T, Z …, empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def strikes(point: str, number: int, deed: str, mark: Path) -> list[str]:
+    """The command line of a writer process that does something to itself at a point of its work, once per mark.
+
+    Args:
+        point: ``module:function`` below ``overnight.trainer.checkpoint``, or ``os:function``.
+        number: At which call of it, from 1.
+        deed: ``kill`` or ``stop`` (both before the call), or an errno's name: the call fails with it.
+        mark: A file that says that it was done; the next process does nothing.
+    """
+    return [sys.executable, "-P", __file__, point, str(number), deed, str(mark)]
+
+
+def _strike(point: str, number: int, deed: str, mark: Path) -> None:
+    import errno
+    import importlib
+    import signal
+
+    module_name, _, path = point.partition(":")
+    prefix = "" if module_name in ("os", "mmap") else "overnight.trainer.checkpoint."
+    owner: Any = importlib.import_module(prefix + module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, name)
+    calls = 0
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number and not mark.exists():
+            mark.touch()
+            if deed == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif deed == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                raise OSError(getattr(errno, deed), os.strerror(getattr(errno, deed)))
+        return original(*args, **kwargs)
+
+    setattr(owner, name, struck)
+
+
+def run_rank(arguments: Sequence[str]) -> "subprocess.Popen[str]":
+    """Starts this file as a trainer (see ``_rank``) in a session of its own."""
+    command = [sys.executable, __file__, "rank", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def _rank(root: str) -> None:
+    """A trainer that starts a writer process, gives it work, and then hangs until it is killed."""
+    memory = Memory({"w": torch.arange(1000.0)})
+    place = LocalPlace(Path(root))
+    with client_of(place, Path(root).parent) as client:
+        ticket = finish(client, client.submit(order(1, 1, memory), memory))
+        print(client.pid, ticket.committed, flush=True)
+        while True:
+            time.sleep(1)
+
+
+def committed(place: Place) -> list[str]:
+    """Names of what is published."""
+    return [str(name) for name in place.checkpoints()]
+
+
+def name_of(step: int, token: Token = Token(1), save: int = 1) -> CheckpointName:
+    """The name of a checkpoint."""
+    return CheckpointName(step, token, save)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        _rank(sys.argv[2])
+    else:
+        from overnight.trainer.checkpoint.writing import process
+
+        _strike(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+        process.main(sys.argv[5:])
