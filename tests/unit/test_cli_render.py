@@ -5,11 +5,10 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 
-from overnight.agents.calls import LogChunk
 from overnight.cli import render, trials
 from overnight.cli.session import Session
 from overnight.core.enums import PriorityClass, RunKind, TrialState
-from overnight.core.models.api import LeaderboardRow, Trial
+from overnight.core.models.api import LeaderboardRow, LogChunk, Trial
 from overnight.core.models.spec import Command, TrialConfig
 
 NOW = datetime(2026, 11, 29, tzinfo=UTC)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overnight.platform.server.logs import LogChunk, read_chunk
+from overnight.core.models.api import LogChunk
+from overnight.platform.server.logs import read_chunk
 
 
 def read_all(path: Path, limit: int, over: bool = True) -> str:

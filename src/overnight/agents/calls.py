@@ -22,6 +22,7 @@ from overnight.core.models.api import (
     Experiment,
     ExperimentIn,
     Leaderboard,
+    LogChunk,
     MetricPoint,
     Node,
     Proposal,
@@ -119,24 +120,6 @@ class PageOf(Generic[T]):
 
     items: tuple[T, ...]
     cursor: str | None = None
-
-
-@dataclass(frozen=True)
-class LogChunk:
-    """A piece of an attempt's output.
-
-    Attributes:
-        attempt: Number of the attempt.
-        offset, next_offset: Bytes of the output before and after this piece.
-        text: The piece, decoded.
-        end: Nothing will follow: the attempt is over and this was all of it.
-    """
-
-    attempt: int
-    offset: int
-    next_offset: int
-    text: str
-    end: bool
 
 
 def random_key() -> str:
@@ -283,7 +266,7 @@ def log(
     """A piece of a trial's output. A negative ``offset`` counts bytes from the end; ``wait`` seconds for more."""
     query = _query(attempt=attempt, offset=offset, limit=limit, wait=wait or None)
     path = f"/v1/trials/{_ref('trial', ref)}/logs"
-    return Call("GET", path, lambda data: LogChunk(**data), query, wait_seconds=wait)
+    return Call("GET", path, LogChunk.model_validate, query, wait_seconds=wait)
 
 
 def why(ref: str) -> Call[Why]:

@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from overnight.agents import calls, connect, flows
-from overnight.agents.calls import Call, LogChunk
+from overnight.agents.calls import Call
 from overnight.agents.connect import Address
 from overnight.agents.flows import Emit, Flow
 from overnight.agents.retrying import Patience, RetryPolicy, may_resend
 from overnight.agents.sse import SseParser
 from overnight.core.enums import TrialState
 from overnight.core.errors import OvernightError, ServerAwayError
-from overnight.core.models.api import Event, Trial
+from overnight.core.models.api import Event, LogChunk, Trial
 from overnight.core.settings import Settings, build_settings
 
 P = ParamSpec("P")

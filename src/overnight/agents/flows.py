@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from overnight.agents import calls
-from overnight.agents.calls import Call, LogChunk
+from overnight.agents.calls import Call
 from overnight.core.enums import TrialState
-from overnight.core.models.api import Trial
+from overnight.core.models.api import LogChunk, Trial
 from overnight.core.states import END_STATES
 
 T = TypeVar("T")

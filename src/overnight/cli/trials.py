@@ -10,8 +10,8 @@ from overnight.cli.options import Output, OutputFormat, TrialRef, TrialRefs, com
 from overnight.cli.session import FAILED, TIME_UP, Session, session_of
 
 if TYPE_CHECKING:
-    from overnight.agents.calls import LogChunk
     from overnight.core.enums import TrialState
+    from overnight.core.models.api import LogChunk
 
 Of = Annotated[str | None, typer.Option("--experiment", "-e", metavar="NAME", help="Only of this experiment.")]
 

@@ -395,5 +395,23 @@ class Leaderboard(Wire):
     rows: tuple[LeaderboardRow, ...]
 
 
+class LogChunk(Wire):
+    """A piece of an attempt's output.
+
+    Attributes:
+        attempt: Number of the attempt.
+        offset: Byte at which ``text`` begins.
+        next_offset: Byte at which to go on.
+        text: Decoded; bytes that are no UTF-8 become U+FFFD.
+        end: Nothing will follow: the attempt is over and this was all of it.
+    """
+
+    attempt: int
+    offset: int
+    next_offset: int
+    text: str
+    end: bool
+
+
 for _model in (Experiment, Proposal):
     _model.model_rebuild()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from overnight.core.errors import NotFoundError
+from overnight.core.models.api import LogChunk
 from overnight.platform.server.services import Services
 from overnight.platform.server.wake import MAX_WAIT_SECONDS
 from overnight.store import attempts, trials
@@ -25,24 +26,6 @@ POLL_SECONDS = 0.05
 
 _INCOMPLETE_BYTES = 3
 """Most bytes by which a cut UTF-8 character is short."""
-
-
-class LogChunk(BaseModel):
-    """A piece of an attempt's output.
-
-    Attributes:
-        attempt: Number of the attempt.
-        offset: Byte at which ``text`` begins.
-        next_offset: Byte at which to go on.
-        text: Decoded; bytes that are no UTF-8 become U+FFFD.
-        end: Nothing will follow: the attempt is over and this was all of it.
-    """
-
-    attempt: int
-    offset: int
-    next_offset: int
-    text: str
-    end: bool
 
 
 class _Place(BaseModel):

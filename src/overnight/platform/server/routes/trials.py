@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from overnight.core.enums import Role, TrialState
-from overnight.core.models.api import Page, Trial, Why
+from overnight.core.models.api import LogChunk, Page, Trial, Why
 from overnight.core.states import END_STATES
-from overnight.platform.server.logs import LogChunk, follow_log
+from overnight.platform.server.logs import follow_log
 from overnight.platform.server.services import Services
 from overnight.platform.server.wake import poll
 from overnight.platform.server.web import (
