@@ -28,6 +28,7 @@ from overnight.trainer.exits import EXIT_LEFT, Interrupted, Left, Stopped, Yield
 
 if TYPE_CHECKING:
     from overnight.trainer.boundary import Every
+    from overnight.trainer.checkpoint.export import export
     from overnight.trainer.checkpoint.reader import inspect, newest_good
     from overnight.trainer.data.loader import DataLoader
     from overnight.trainer.execution import Run
@@ -40,6 +41,7 @@ __all__ = [
     "Run",
     "Stopped",
     "Yielded",
+    "export",
     "inspect",
     "newest_good",
     "run",
@@ -48,6 +50,7 @@ __all__ = [
 _HOMES = {
     "DataLoader": "overnight.trainer.data.loader",
     "Run": "overnight.trainer.execution",
+    "export": "overnight.trainer.checkpoint.export",
     "inspect": "overnight.trainer.checkpoint.reader",
     "newest_good": "overnight.trainer.checkpoint.reader",
 }

@@ -15,7 +15,7 @@ from overnight.core.errors import CorruptCheckpointError, NoUsableCheckpointErro
 from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, open_place
 from overnight.trainer.checkpoint.reading.lineage import lineage, outrun
-from overnight.trainer.checkpoint.reading.source import open_source, patiently
+from overnight.trainer.checkpoint.reading.source import answered, open_source
 from overnight.trainer.checkpoint.reading.verification import foreign_files, manifest_of, verify
 
 if TYPE_CHECKING:
@@ -117,11 +117,11 @@ def _first_good(
 ) -> T | None:
     """Tries the checkpoints of the newest lineage in turn, on all ranks at once."""
     say = complaints if reader.rank == 0 else _say_nothing
-    names, stale, foreign = reader.gather(_together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
+    names, stale, foreign = reader.gather(together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
     reasons: list[str] = []
     for name in (parsed for text in names if (parsed := CheckpointName.parse(text))):
         try:
-            found = _together(reader, functools.partial(look, name))
+            found = together(reader, functools.partial(look, name))
         except CorruptCheckpointError as error:
             reasons.append(f"{name}: {error.message}")
             say(f"passed over {name}: {error.message}")
@@ -148,7 +148,7 @@ def _list(place: Place) -> tuple[list[str], list[tuple[int, str]], list[str]]:
         stale = [(name.step, f"passed over {name}: {reason}") for name, reason in outrun(place)]
         return names, stale, place.foreign() if names or not place.tokens() else []
 
-    return patiently(str(place), look)
+    return answered(str(place), look)
 
 
 def _require_nothing(place: Place, reasons: list[str], foreign: list[str]) -> None:
@@ -164,7 +164,7 @@ def _require_nothing(place: Place, reasons: list[str], foreign: list[str]) -> No
         )
 
 
-def _together(reader: Reader, action: Callable[[], T]) -> T:
+def together(reader: Reader, action: Callable[[], T]) -> T:
     """Does something on all ranks; an error of any is raised on all of them, the lowest rank's where there are several.
 
     Returns:

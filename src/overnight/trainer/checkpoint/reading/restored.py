@@ -62,6 +62,10 @@ class Restored:
         """Whether some tensor of an object was not the same on all ranks; sharded ones are the same, in parts."""
         return any(stored != key for key, stored in self._saved.stored_keys(name).items())
 
+    def is_tensors_only(self, name: str) -> bool:
+        """Whether an object is a mapping of tensors, as a module's state is."""
+        return _is_mapping_of_tensors(self._saved.objects[name])
+
     def hold(self, reader: int = 0, num_readers: int = 1) -> None:
         """Reads what this rank will want, and verifies its share of all the rest, in one pass.
 
@@ -133,3 +137,11 @@ class Restored:
             return self._held.pop(wanted, None)
         held = self._held.get(wanted)
         return None if held is None else held.clone()
+
+
+def _is_mapping_of_tensors(encoded: Any) -> bool:
+    if not isinstance(encoded, dict) or encoded.get("$") not in (None, "odict"):
+        return False
+    values = [value for _, value in encoded["items"]] if "$" in encoded else list(encoded.values())
+    kinds = [value.get("$") if isinstance(value, dict) else "" for value in values]
+    return bool(kinds) and all(kind == "tensor" for kind in kinds)

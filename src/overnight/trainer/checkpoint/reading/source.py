@@ -2,14 +2,11 @@
 behind fsspec, read with one range request per segment.
 
 Both hash what they read in the same pass and say exactly which file is missing, truncated or altered. A store that does
-not answer is no damage: it is waited for, and then an error of its own, so that nobody falls back to an older
-checkpoint because of a cut cable.
+not answer is no damage but an error of its own, so that nobody falls back to an older checkpoint for a cut cable.
 """
 
-import itertools
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +23,6 @@ BLOCK_BYTES = 1 << 20
 
 DIRECT_BYTES = 64 << 10
 """Less than this is copied out of a block: a system call and a hash update of its own would cost more."""
-
-RETRY_SECONDS = (0.1, 0.3, 1.0, 3.0, 5.0)
-"""Pauses between the tries of a request to a remote store."""
-
 
 T = TypeVar("T")
 
@@ -204,15 +197,13 @@ class PlaceSource:
     Args:
         place: The place.
         name: The checkpoint.
-        sleep: Waits so many seconds between tries.
     """
 
     num_requests = 16
 
-    def __init__(self, place: Place, name: CheckpointName, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, place: Place, name: CheckpointName) -> None:
         self._place = place
         self._name = name
-        self._sleep = sleep
         self._sizes: dict[str, dict[str, int]] = {}
 
     def __str__(self) -> str:
@@ -250,35 +241,31 @@ class PlaceSource:
 
     def _try(self, file: str, request: Callable[[], T]) -> T:
         try:
-            return patiently(f"{file} of {self}", request, self._sleep)
+            return answered(f"{file} of {self}", request)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise CorruptCheckpointError(f"{file} cannot be read: No such file or directory") from None
 
 
-def patiently(what: str, request: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
-    """Does a request, again and again while the store has a bad moment.
+def answered(what: str, request: Callable[[], T]) -> T:
+    """What a place answers; it has asked the store again and again by itself.
 
     Args:
         what: Is asked for, for the message.
         request: May raise whatever the store's driver does.
-        sleep: Waits so many seconds.
 
     Raises:
-        UnavailableError: It failed to the last. What is not there is a ``FileNotFoundError``, as it was, at once.
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: It is not there.
+        UnavailableError: Anything else went wrong.
     """
-    for pause_seconds in itertools.chain(RETRY_SECONDS, [None]):
-        try:
-            return request()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, OvernightError):
-            raise
-        except Exception as error:  # each driver has errors of its own for "not now"
-            if pause_seconds is None or isinstance(error, PermissionError):
-                raise UnavailableError(
-                    f"{what} cannot be read: {type(error).__name__}: {error}",
-                    hint="The place does not answer; what is in it may well be good. Try again later.",
-                ) from error
-            sleep(pause_seconds)
-    raise AssertionError("unreachable")
+    try:
+        return request()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, OvernightError):
+        raise
+    except Exception as error:  # each driver has errors of its own
+        raise UnavailableError(
+            f"{what} cannot be read: {type(error).__name__}: {error}",
+            hint="The place does not answer; what is in it may well be good. Try again later.",
+        ) from error
 
 
 def open_source(place: Place, name: CheckpointName) -> Source:
