@@ -29,6 +29,7 @@ class Environment:
         params: The trial's params as JSON text, None when flags decide.
         supervisor: Path of the supervisor's Unix socket.
         objective: The objective, if one was asked for.
+        mtbf_seconds: Mean time between failures of one rank, if the platform knows it.
         rank, local_rank, world_size, local_world_size: As torchrun sets them.
     """
 
@@ -45,6 +46,7 @@ class Environment:
     seed: int | None = None
     supervisor: str | None = None
     objective: dict[str, Any] | None = None
+    mtbf_seconds: float | None = None
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -99,6 +101,7 @@ def read_environment(env: Mapping[str, str]) -> Environment:
         seed=_number(env, "OVERNIGHT_SEED", 0) if text("OVERNIGHT_SEED") else None,
         supervisor=text("OVERNIGHT_SUPERVISOR"),
         objective=_objective(text("OVERNIGHT_OBJECTIVE")),
+        mtbf_seconds=_number(env, "OVERNIGHT_MTBF_SECONDS", 0) or None,
         rank=_number(env, "RANK", 0),
         local_rank=_number(env, "LOCAL_RANK", 0),
         world_size=world_size,

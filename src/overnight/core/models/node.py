@@ -39,6 +39,7 @@ class Order(Wire):
         max_seconds: Stop the trial after this long; None is no limit.
         hang_seconds: The least silence of all ranks that is a hang; 0 is never.
         threads: Compute threads of each rank.
+        mtbf_seconds: Mean time between failures of one rank, as far as is known.
         preload: Whether a warm process may be used.
     """
 
@@ -74,6 +75,7 @@ class Order(Wire):
     max_seconds: float | None = None
     hang_seconds: float = 600.0
     threads: int = 1
+    mtbf_seconds: float | None = None
     preload: bool = True
 
 

@@ -44,6 +44,7 @@ class LocalEngine:
         settings: Home and grace.
         kills: For a node id, ids of attempts that must be killed now, without grace (the scheduler's).
         num_cores: Processor cores of the node; this machine's by default.
+        mtbf_seconds: For ids of devices, the mean time between failures of one of them.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class LocalEngine:
         settings: Settings,
         kills: Callable[[str], Sequence[str]] = lambda node_id: (),
         num_cores: int | None = None,
+        mtbf_seconds: Callable[[Sequence[str]], float | None] = lambda device_ids: None,
     ) -> None:
         self._settings = settings
         self._kills = kills
+        self._mtbf_seconds = mtbf_seconds
         self._num_cores = num_cores or len(os.sched_getaffinity(0))
 
     def work(self, conn: "Connection", node_id: str) -> Work:
@@ -98,6 +101,7 @@ class LocalEngine:
             grace_seconds=self._settings.grace_seconds,
             num_cores=self._num_cores,
             num_devices=len(on_node),
+            mtbf_seconds=self._mtbf_seconds(attempt.device_ids),
         )
         leased = set(attempt.device_ids)
         return make_order(

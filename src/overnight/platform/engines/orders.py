@@ -19,12 +19,14 @@ class Surroundings:
         grace_seconds: From a yield to SIGTERM.
         num_cores: Processor cores of the node.
         num_devices: Devices of the node.
+        mtbf_seconds: Mean time between failures of one of the attempt's devices, None if nobody counts.
     """
 
     home: Home
     grace_seconds: float
     num_cores: int
     num_devices: int
+    mtbf_seconds: float | None = None
 
 
 def seed_of(trial: Trial) -> int:
@@ -88,4 +90,5 @@ def make_order(
         max_seconds=config.compute.max_time_seconds,
         hang_seconds=config.compute.hang_seconds,
         threads=max(1, cores_of_devices // world_size),
+        mtbf_seconds=around.mtbf_seconds and around.mtbf_seconds * world_size / len(devices),
     )

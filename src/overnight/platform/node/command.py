@@ -204,6 +204,8 @@ def _identity_env(order: Mapping[str, Any]) -> dict[str, str]:
     }
     if order.get("objective"):
         env["OVERNIGHT_OBJECTIVE"] = compact(order["objective"])
+    if order.get("mtbf_seconds"):
+        env["OVERNIGHT_MTBF_SECONDS"] = f"{order['mtbf_seconds']:.0f}"
     return env
 
 

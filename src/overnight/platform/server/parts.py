@@ -10,6 +10,7 @@ from overnight.core.clock import SystemClock
 from overnight.core.ids import new_id
 from overnight.core.settings import Settings
 from overnight.platform.code import CodeStore
+from overnight.platform.engines.failures import FailureRates
 from overnight.platform.engines.local import LocalEngine
 from overnight.platform.health.ward import Health
 from overnight.platform.janitor import Janitor
@@ -36,6 +37,7 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
     submissions = Submissions(store, clock, new_id, code, scheduler)
     sweeps = SweepService(store, settings, clock, submissions.many)
     janitor = Janitor(store, settings, clock)
+    rates = FailureRates(store, clock)
     services = Services(
         settings=settings,
         store=store,
@@ -44,7 +46,7 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
         hub=hub,
         code=code,
         bodies=Bodies(),
-        engine=LocalEngine(settings, kills=scheduler.kills),
+        engine=LocalEngine(settings, kills=scheduler.kills, mtbf_seconds=rates.mtbf_seconds),
         scheduler=scheduler,
         submissions=submissions,
         health=Health(),
@@ -54,6 +56,7 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
     )
     outbox = OutboxChild(settings)
     services.scheduling = _background(scheduler.run(), "scheduler")
+    counting = _background(rates.run(), "count of failures")
     await sweeps.open()
     await janitor.open()
     outbox.start()
@@ -61,6 +64,7 @@ async def running_services(settings: Settings, store: Store) -> AsyncIterator[Se
         yield services
     finally:
         services.scheduling.cancel()
+        counting.cancel()
         await asyncio.gather(outbox.stop(), sweeps.close(), janitor.close())
         with suppress(asyncio.CancelledError):
             await services.scheduling
