@@ -107,7 +107,7 @@ class Soak:
         folder.mkdir(parents=True)
         one = Round(warm, config, folder, dice, min(self._kills_per_round, most_kills), sabotage)
         one.run()
-        problems = one.problems or differences(read_outcome(one.folder, one.metrics(), config.ranks), reference, config)
+        problems = one.problems or differences(read_outcome(one.folder, one.heard, config.ranks), reference, config)
         self.summary.add(one, problems, str(folder))
         self.summary.seconds += time.monotonic() - began
         if problems:
@@ -126,7 +126,7 @@ class Soak:
             one = Round(warm, calm, folder, random.Random(0), 0)
             one.run()
             assert not one.problems, f"{one.problems}\n{(folder / 'log').read_text()[-3000:]}"
-            self._references[config.reference] = read_outcome(one.folder, one.metrics(), config.ranks)
+            self._references[config.reference] = read_outcome(one.folder, one.heard, config.ranks)
             shutil.rmtree(folder)
         return self._references[config.reference]
 

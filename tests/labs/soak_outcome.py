@@ -25,8 +25,12 @@ class Outcome:
     audit: dict[str, int]
 
 
-def read_outcome(folder: Path, metrics: dict[tuple[str, int], Any], max_ranks: int) -> Outcome:
-    """Reads it from the trial's folder; ``metrics`` is what the supervisors were told."""
+Heard = dict[Token, list[tuple[str, dict[str, Any]]]]
+"""What each start told its supervisor: routes and bodies."""
+
+
+def read_outcome(folder: Path, heard: Heard, max_ranks: int) -> Outcome:
+    """Reads it from the trial's folder, and from what the supervisors were told."""
     newest = max((folder / "attempts").glob("*/final.json"))
     forks = read_forks(folder / "checkpoints")
     limits = lineage(forks, set(forks))
@@ -46,7 +50,21 @@ def read_outcome(folder: Path, metrics: dict[tuple[str, int], Any], max_ranks: i
         if entry.step < limits.get((entry.attempt, entry.generation), 0)
     ]
     counted = dataclasses.asdict(audit(folder))
-    return Outcome(json.loads(newest.read_text()), notes, every_note, sorted(entries), metrics, counted)
+    return Outcome(
+        json.loads(newest.read_text()), notes, every_note, sorted(entries), metrics_of(heard, limits), counted
+    )
+
+
+def metrics_of(heard: Heard, limits: dict[Token, float]) -> dict[tuple[str, int], Any]:
+    """The metrics of the surviving lineage: of each token's up to the step at which the next one forked."""
+    kept: dict[tuple[str, int], Any] = {}
+    for token in sorted(limits):
+        for route, body in heard.get(token, []):
+            rows = body.get("metrics", []) if route == "/v1/push" else []
+            kept |= {(key, step): value for key, step, value, _ in rows if step <= limits[token]}
+            if route == "/v1/report" and body["step"] <= limits[token]:
+                kept |= {(f"report:{key}", body["step"]): value for key, value in body["values"].items()}
+    return kept
 
 
 def read_notes(folder: Path, rank: int) -> Iterator[tuple[Token, bytes]]:

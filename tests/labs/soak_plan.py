@@ -32,9 +32,10 @@ class Disturbance:
     """What is done, and when.
 
     Attributes:
-        what: ``rank`` ``any`` ``two`` ``all`` (SIGKILL of a rank, of any process of the group, of two at once, of all),
-            ``yield`` (SIGTERM to a rank), ``stop`` (SIGSTOP of any process, SIGCONT ``pause_seconds`` later),
-            ``zombie`` (all are stopped, the next start begins, and then they go on).
+        what: ``rank`` ``helper`` ``any`` ``two`` ``all`` (SIGKILL of a rank, of a process below one, such as a writer
+            or a loader's worker, of any of these, of two at once, of all), ``yield`` (SIGTERM to a rank), ``stop``
+            (SIGSTOP of any process, SIGCONT ``pause_seconds`` later), ``zombie`` (all are stopped, the next start
+            begins, and then they go on).
         when: ``start`` (seconds after it), ``update`` (after so many), ``save`` (the so-many-th save begins),
             ``commit`` (the so-many-th is published).
         amount: Of ``when``.
@@ -67,9 +68,8 @@ def draw_config(dice: random.Random, ranks: tuple[int, ...], *, elastic: bool = 
 
 def draw_disturbance(dice: random.Random) -> Disturbance:
     """A disturbance."""
-    what = dice.choices(["rank", "any", "two", "all", "yield", "stop", "zombie"], weights=[30, 20, 10, 15, 10, 10, 5])[
-        0
-    ]
+    whats = {"rank": 25, "helper": 15, "any": 15, "two": 10, "all": 15, "yield": 10, "stop": 10, "zombie": 5}
+    what = dice.choices(list(whats), weights=list(whats.values()))[0]
     when = dice.choices(["start", "update", "save", "commit"], weights=[25, 30, 30, 15])[0]
     amount = {"start": dice.uniform(0, 0.4), "update": dice.randint(1, 14)}.get(when, dice.randint(1, 4))
     return Disturbance(

@@ -47,6 +47,7 @@ class Start:
     peers_end_at: float | None = None
     """When the rest is killed; known once a rank has ended."""
     lets_peers_end: bool = True
+    ended_by_us: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -107,7 +108,7 @@ class Round:
         self.counts: Counter[str] = Counter()
         self.history: list[dict[str, Any]] = []
         self.problems: list[str] = []
-        self._heard: dict[Token, list[tuple[str, dict[str, Any]]]] = {}
+        self.heard: dict[Token, list[tuple[str, dict[str, Any]]]] = {}
         self._sockets = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # a socket's path is short
         self._token: Token = (0, 1)
         self._starts: list[Start] = []
@@ -143,7 +144,7 @@ class Round:
         attempt_dir = self.folder / "attempts" / f"{token[0]:04d}"
         attempt_dir.mkdir(parents=True, exist_ok=True)
         supervisor = Supervisor(self._sockets / f"{token[0]}.{token[1]}")
-        self._heard[token] = supervisor.received
+        self.heard[token] = supervisor.received
         params = {"kind": config.kind, "epochs": config.epochs, "save_every": config.save_every}
         env = {
             "OVERNIGHT_TRIAL_ID": "soak",
@@ -227,9 +228,11 @@ class Round:
             return
         if start.peers_end_at is None:
             start.peers_end_at = time.monotonic() + (PEERS_SECONDS if start.lets_peers_end else 0.0)
-        if time.monotonic() >= start.peers_end_at:
-            for pid in start.processes():
-                self.counts["peers killed"] += send(pid, signal.SIGKILL)
+        if time.monotonic() >= start.peers_end_at and (left := start.processes()):
+            for pid in left:
+                send(pid, signal.SIGKILL)
+            self.counts["gangs ended for a lost rank"] += not start.ended_by_us
+            start.ended_by_us = True
 
     def _reap(self) -> None:
         for pid, code in self._warm.reap().items():
@@ -245,9 +248,11 @@ class Round:
         if not ranks:
             return
         start.disturbed = True
-        if what in ("rank", "any", "two", "all"):
+        if what in ("rank", "helper", "any", "two", "all"):
+            helpers = [pid for pid in group if pid not in ranks]
             victims = {
                 "rank": lambda: [self._dice.choice(ranks)],
+                "helper": lambda: [self._dice.choice(helpers or group)],
                 "any": lambda: [self._dice.choice(group)],
                 "two": lambda: self._dice.sample(group, min(2, len(group))),
                 "all": lambda: group,
@@ -305,16 +310,3 @@ class Round:
         self.counts["yields"] += codes == [EXIT_YIELDED] * start.ranks
         if not start.disturbed:
             self.problems.append(f"start {start.token} ended with {codes} although nothing was done to it")
-
-    def metrics(self) -> dict[tuple[str, int], Any]:
-        """As the tracking store has them: token after token, each voids what lies beyond the step where it forked."""
-        kept: dict[tuple[str, int], Any] = {}
-        for _, heard in sorted(self._heard.items()):
-            for route, body in heard:
-                if route == "/v1/forked":
-                    kept = {key: value for key, value in kept.items() if key[1] <= body["step"]}
-                elif route == "/v1/push":
-                    kept |= {(key, step): value for key, step, value, _ in body.get("metrics", [])}
-                elif route == "/v1/report":
-                    kept |= {(f"report:{key}", body["step"]): value for key, value in body["values"].items()}
-        return kept
