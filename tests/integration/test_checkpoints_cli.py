@@ -33,7 +33,10 @@ with trainer.run(every=None, keep=9) as run:
              "complex": torch.ones(2, dtype=torch.complex64), "empty": torch.empty(0),
              "inf": torch.tensor([float("inf")]), "n": 0, "same": "text"}
     run.track(model=model, optimizer=optimizer, extra=extra, frozen=frozen)
+    saved = None
     for step in run.steps(3):
+        if saved is not None:
+            saved.result()  # else the next save would be put off while this one is written
         model(torch.ones(3)).sum().backward()
         optimizer.step(); optimizer.zero_grad()
         extra["n"] = step
@@ -43,7 +46,7 @@ with trainer.run(every=None, keep=9) as run:
             extra["nan"] = torch.tensor([float("nan"), 3.0])
             extra["grows"] = torch.zeros(3)
             extra["new"] = torch.ones(1)
-        run.save()
+        saved = run.save()
 """
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -90,7 +93,7 @@ def data(answer: tuple[int, str, str]) -> Any:
     return json.loads(answer[1])["data"]
 
 
-@pytest.mark.parametrize("words", [[], ["list"], ["verify"], ["diff"], ["prune"]])
+@pytest.mark.parametrize("words", [[], ["list"], ["verify"], ["diff"], ["export"], ["prune"]])
 def test_help_has_examples(words: list[str], cli: Cli) -> None:
     code, out, _ = cli(*words, "--help")
     assert code == 0 and f"overnight checkpoints {' '.join(words)}".strip() in out
@@ -186,6 +189,22 @@ def test_the_amount_of_a_change_is_the_weights_own(place: LocalPlace) -> None:
     assert weight.max_change == pytest.approx(0.19, abs=1e-6)
     assert weight.num_changed == weight.num_elements == 6
     assert torch.isfinite(torch.tensor(weight.relative_change or math.nan))
+
+
+def test_export(place: LocalPlace, cli: Cli, tmp_path: Path) -> None:
+    facts = data(cli("export", "-o", "json", f"{place.root}@2", "model.safetensors"))
+    assert (facts["step"], facts["objects"], facts["tensors"]) == (2, ["model"], 2)
+    assert (tmp_path / "model.safetensors").stat().st_size == facts["bytes"]
+    code, _, err = cli("export", str(place.root), "model.safetensors")
+    assert code == 2 and "exists already" in err
+    code, out, _ = cli("export", str(place.root), "--overwrite", "model.safetensors")
+    assert code == 0 and str(tmp_path / "model.safetensors") in out
+    assert cli("export", str(place.root), "model.zip")[0] == 2
+    assert cli("export", str(place.root), "--name", "nothing", "other.safetensors")[0] == 4
+    assert cli("export", str(place.root), "all.pt")[0] == 0
+    states = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert states["extra"]["n"] == 3 and set(states["model"]) == {"weight", "bias"}
+    assert read_pins(place) == []
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ COMMANDS: dict[str, Entry] = {
     "wait": Entry(LOOK, "overnight.cli.trials:wait", "Wait until trials have ended."),
     "why": Entry(LOOK, "overnight.cli.trials:why", "Why a trial is not running, and what would change that."),
     "report": Entry(LOOK, "overnight.cli.report:report", "An experiment's leaderboard, and where its results are."),
-    "checkpoints": Entry(LOOK, "overnight.cli.checkpoints:app", "List, verify, compare or delete checkpoints."),
+    "checkpoints": Entry(LOOK, "overnight.cli.checkpoints:app", "List, verify, compare, export or delete checkpoints."),
     "tui": Entry(LOOK, "overnight.cli.dashboard:tui", "The dashboard."),
     "cancel": Entry(STEER, "overnight.cli.steer:cancel", "Stop trials for good."),
     "rerun": Entry(STEER, "overnight.cli.steer:rerun", "Queue ended trials again."),

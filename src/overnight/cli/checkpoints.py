@@ -1,7 +1,8 @@
-"""``overnight checkpoints``: list, verify, compare and delete, of a trial or of a folder without a server."""
+"""``overnight checkpoints``: list, verify, compare, export and delete, of a trial or of a folder without a server."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,11 +30,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     no_args_is_help=True,
     context_settings=HELP,
-    help="List, verify, compare or delete checkpoints.",
+    help="List, verify, compare, export or delete checkpoints.",
     epilog=epilog(
         "overnight checkpoints list digits-7",
         "overnight checkpoints verify digits-7                    # hash every file; exit 1 if one is damaged",
         "overnight checkpoints diff digits-7@1000 digits-7@2000   # which tensors changed, by how much",
+        "overnight checkpoints export digits-7 model.safetensors",
         "overnight checkpoints prune digits-7 --dry-run",
         "overnight checkpoints list .overnight/train/3f2a9c       # a run of 'overnight run', no server",
     ),
@@ -272,6 +274,41 @@ def _print_comparison(session: Session, found: "Comparison") -> None:
     hidden = max(0, len(found.tensors) - SHOWN_CHANGES) + max(0, len(lines) - SHOWN_CHANGES)
     more = f", {hidden} more with -o json" if hidden else ""
     session.note(f"{len(found.tensors)} tensors changed, {found.num_equal} are equal{more}")
+
+
+@app.command(
+    context_settings=HELP,
+    epilog=epilog(
+        "overnight checkpoints export digits-7 model.safetensors        # the newest good one",
+        "overnight checkpoints export digits-7@2000 --name ema ema.safetensors",
+        "overnight checkpoints export digits-7 everything.pt            # for torch.load",
+    ),
+)
+def export(
+    ctx: typer.Context,
+    target: Where,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new .safetensors or .pt file.")],
+    name: Annotated[
+        str | None, typer.Option(metavar="OBJECT", help="Which tracked object; default: the model, or all for .pt.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    output: Output = TEXT,
+) -> None:
+    """Write the tensors of a checkpoint to one file that other tools read."""
+    from overnight.cli import render
+    from overnight.cli.places import here
+    from overnight.core.sizes import show_bytes
+
+    session = session_of(ctx)
+    source = here(session, target).one()
+    with _torch():
+        from overnight.trainer.checkpoint.export import export as write
+    facts = write(source, file, name=name, overwrite=overwrite)
+    if session.json_output:
+        session.emit(facts)
+        return
+    what = f"{facts['tensors']} tensors of {', '.join(facts['objects'])} in {facts['checkpoint']}"
+    session.console.print(render.text(f"{facts['target']}  {show_bytes(facts['bytes'])}  ({what})"), soft_wrap=True)
 
 
 @app.command(
