@@ -36,6 +36,7 @@ what happened and a ``hint`` that says what to do next::
     │   └── DatasetChangedError      another length or fingerprint than at the save
     └── CheckpointError          a checkpoint that was not written or cannot be read
         ├── SaveFailedError          a save did not commit; earlier checkpoints stay usable
+        │   └── SaveDiscardedError       the state changed while it was copied; the save is taken again
         ├── CorruptCheckpointError   a file is missing, truncated or does not match its hash
         ├── NoUsableCheckpointError  the place has content but nothing that can be restored
         └── FencedError              a newer attempt owns the checkpoint place
@@ -275,6 +276,13 @@ class SaveFailedError(CheckpointError):
     """A save did not commit. Earlier checkpoints stay usable."""
 
     code = "save_failed"
+
+
+class SaveDiscardedError(SaveFailedError):
+    """The state was changed while it was copied; the next save copies it in another way."""
+
+    code = "save_discarded"
+    retryable = True
 
 
 class CorruptCheckpointError(CheckpointError):
