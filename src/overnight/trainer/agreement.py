@@ -51,12 +51,18 @@ class Wishes:
         save: 1 to checkpoint now.
         over: Number of the loop whose time is over, 0 for none.
         send: 1 to make one of what all ranks logged.
+        busy: 1 while the writer reads the staging memory: no save can begin.
+        failed: 1 if a save has failed and nobody was told.
+        wait: 1 at a save in the middle of an accumulation of gradients.
     """
 
     leave: int = Leave.NO
     save: int = 0
     over: int = 0
     send: int = 0
+    busy: int = 0
+    failed: int = 0
+    wait: int = 0
 
 
 class Agreement:
@@ -96,19 +102,28 @@ class Agreement:
         agreed, self._agreed = self._agreed, Wishes()
         return agreed
 
-    def meet(self, spot: Spot, step: int) -> None:
+    def meet(self, spot: Spot, step: int, wishes: Wishes | None = None) -> Wishes:
         """Waits until all ranks are here, and makes sure that they logged the same. Wishes under way are kept.
+
+        Args:
+            spot, step: Where this rank is.
+            wishes: For this meeting alone.
+
+        Returns:
+            The wishes of all ranks for this meeting.
 
         Raises:
             RanksDisagreeError, RuntimeError: As with :meth:`exchange`.
         """
+        wishes = wishes or Wishes()
         if self._group is None:
-            return
+            return wishes
         self._read()
         kept = self._agreed
-        self._issue(Wishes(), spot, step)
+        self._issue(wishes, spot, step)
         self._read()
-        self._agreed = kept
+        met, self._agreed = self._agreed, kept
+        return met
 
     def _issue(self, wishes: Wishes, spot: Spot, step: int) -> None:
         same = (step * len(Spot) + spot - 1, self._journal.mark())
@@ -120,14 +135,14 @@ class Agreement:
             return
         (work, tensor), self._pending = self._pending, None
         work.wait()
-        leave, save, over, send, last, logged, negated_first, negated_logged = tensor.tolist()
+        *wishes, last, logged, negated_first, negated_logged = tensor.tolist()
         if last != -negated_first:
             one, other = _place_text(-negated_first), _place_text(last)
             raise RanksDisagreeError(f"the ranks are not at the same place: one is {one}, another {other}", hint=_HINT)
         if logged != -negated_logged:
             raise RanksDisagreeError(self._difference(), hint=_HINT)
         self._journal.confirm()
-        self._agreed = Wishes(leave, save, over, send)
+        self._agreed = Wishes(*wishes)
 
     def _difference(self) -> str:
         """In words, what the ranks logged differently. All are at the same place, so they can ask each other."""

@@ -153,6 +153,11 @@ class Metrics:
         self._link.push(step, phase, rows, self._ledger.take())
         return True
 
+    def numbers(self) -> dict[str, float]:
+        """The finite numbers that were reported last, by name."""
+        found = {name: value for name, value in self.reported.items() if isinstance(value, int | float)}
+        return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+
     def due(self, seconds: float) -> bool:
         """Whether ``seconds`` have passed since this was last true for the same number."""
         now = time.monotonic()
