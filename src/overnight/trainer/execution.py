@@ -30,6 +30,7 @@ from overnight.trainer.metrics import Metrics
 from overnight.trainer.orders import Orders
 from overnight.trainer.params import Params
 from overnight.trainer.phases import CATEGORIES, Ledger, Reached, seconds_since_launch
+from overnight.trainer.stacks import answer_with_stacks
 from overnight.trainer.start import (
     Inputs,
     claim_origin,
@@ -113,7 +114,8 @@ class Run:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.seed = self.seed if environment.seed is None else environment.seed
         self.device = pick_device(environment)
-        self._link = Link(environment.supervisor, self.rank, os.getpid())
+        answer_with_stacks(environment)
+        self._link = Link(environment.supervisor, self.rank, os.getpid(), self._ledger.pulse)
         self._link.open()
         self._orders = Orders(self._signals, self._link)
         group, self._owns_group = join_group(environment, self.device)

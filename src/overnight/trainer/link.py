@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ MAX_WAITING = 50_000
 """Metric rows and messages kept while the supervisor is away; beyond it the oldest metrics go."""
 
 POLL_SECONDS = 20.0
+
+PULSE_SECONDS = 1.0
+"""How often the supervisor hears that a silent loop still gets on."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,16 @@ class Link:
         path: Path of the Unix socket.
         rank: Global rank of this process.
         pid: Its process id.
+        pulse: What the process is at, as progress tells it; asked from the sender's thread. While it changes, the
+            supervisor hears of it even if nothing else is said.
     """
 
-    def __init__(self, path: str | None, rank: int, pid: int) -> None:
+    def __init__(self, path: str | None, rank: int, pid: int, pulse: Callable[[], dict[str, Any]] = dict) -> None:
         self._path = path
         self._rank = rank
         self._pid = pid
+        self._pulse = pulse
+        self._felt: dict[str, Any] = {}
         self._directive = Directive()
         self._messages: deque[tuple[str, dict[str, Any]]] = deque()
         self._rows: list[list[Any]] = []
@@ -166,7 +174,8 @@ class Link:
     def _seal(self) -> None:
         """Turns gathered progress and metrics into one message, so that order is kept. Caller holds the lock."""
         if self._push or self._rows:
-            body = {"rank": self._rank, **self._push}
+            self._felt = self._pulse()
+            body = {"rank": self._rank, **self._push, **self._felt}
             if self._rows:
                 body["metrics"] = self._rows
             self._messages.append(("/v1/push", body))
@@ -177,7 +186,9 @@ class Link:
             while not (self._messages or self._push or self._rows):
                 if self._closed:
                     return None
-                self._state.wait()
+                if not self._state.wait(PULSE_SECONDS) and (pulse := self._pulse()) != self._felt:
+                    self._felt = pulse
+                    self._messages.append(("/v1/push", {"rank": self._rank, **pulse}))
             if not self._urgent and not self._closed:
                 self._state.wait_for(lambda: self._urgent or self._closed, BATCH_SECONDS)
             self._seal()

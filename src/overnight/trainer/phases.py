@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 CATEGORIES = (
     "launch",
@@ -55,7 +56,12 @@ class Ledger:
         self._counts: dict[str, float] = defaultdict(float)
         self._taken: dict[str, float] = defaultdict(float)
         self._taken_counts: dict[str, float] = defaultdict(float)
+        self._beats = 0
         self.category = "launch"
+
+    def pulse(self) -> dict[str, Any]:
+        """What the process is at, and how often that has changed: a sign of progress. Any thread may ask."""
+        return {"doing": self.category, "beats": self._beats}
 
     def switch(self, category: str) -> str:
         """Enters ``category`` and returns the one before."""
@@ -65,6 +71,7 @@ class Ledger:
         before = self.category
         self._seconds[before] += now - self._since
         self._since = now
+        self._beats += 1
         self.category = category
         return before
 

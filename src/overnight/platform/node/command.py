@@ -185,6 +185,22 @@ def rank_env(
     return env | _identity_env(order) | _distributed_env(order, rank, local_rank, places) | _mlflow_env(order, places)
 
 
+def rank_order(order: Mapping[str, Any], plan: Plan, env: Mapping[str, str], *, log: str, warm: bool) -> dict[str, Any]:
+    """What a rank is told; see :func:`overnight.platform.node.rank.become`."""
+    return {
+        "attempt_id": order["attempt_id"],
+        "log": log,
+        "cwd": order["cwd"],
+        "env": env,
+        "words": plan.words,
+        "warm": warm,
+        "kind": plan.kind,
+        "target": plan.target,
+        "argv": plan.argv,
+        "threads": order["threads"],
+    }
+
+
 def _identity_env(order: Mapping[str, Any]) -> dict[str, str]:
     def compact(value: Any) -> str:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -26,18 +26,22 @@ class Gang:
     Attributes:
         pids: Of each rank.
         statuses: Exit codes of those that have ended; negative for a signal.
+        listeners: Ranks whose trainer has said hello.
         left: What ranks said when they left on a directive.
         error: The first exception that a rank told, with its ``rank``; None so far.
         failed_rank: Whose failure came first; None so far.
+        hung: How they hang, in words, if they do.
     """
 
     def __init__(self, seats: dict[int, Seat]) -> None:
         self._seats = seats
         self.pids = {rank: seat.pid for rank, seat in seats.items()}
         self.statuses: dict[int, int] = {}
+        self.listeners: set[int] = set()
         self.left: dict[int, dict[str, Any]] = {}
         self.error: dict[str, Any] | None = None
         self.failed_rank: int | None = None
+        self.hung: str | None = None
         self._sent: set[int] = set()
         self._shot: set[int] = set()
         self._unjudged: list[int] = []
@@ -97,6 +101,45 @@ class Gang:
         return rank if is_blameless else None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed, or all of them hang."""
+        return self.failed_rank is not None or self.hung is not None
+
+    def report(
+        self, killed: str | None, directive: dict[str, Any], obeyed: int | None, lines: list[str]
+    ) -> dict[str, Any]:
+        """How they ended, for the ``exit`` event.
+
+        Args:
+            killed: Why the supervisor killed them, or None.
+            directive: The current one.
+            obeyed: As in :meth:`judge`.
+            lines: The last of the failed rank's output.
+        """
+        error = self.error
+        if error is None and self.failed_rank is not None:
+            error = evidence.error_from_log(lines)
+            error = error and {**error, "rank": self.failed_rank}
+        is_told = directive["action"] in ("yield", "stop")
+        has_obeyed = obeyed is not None and killed is None and all(code == obeyed for code in self.statuses.values())
+        left = str(directive["action"]) if has_obeyed else None
+        return {
+            "exit_codes": [self.statuses.get(rank) for rank in self.pids],
+            "left": next((str(said["why"]) for said in self.left.values()), left),
+            "saved": (bool(self.left) or has_obeyed) and all(said["saved"] for said in self.left.values()),
+            "killed": killed or ("hung" if self.hung else None),
+            "error": error,
+            "last_lines": lines,
+            "failed_rank": self.failed_rank,
+            "directive": directive if is_told else None,
+        }
+
+    @property
+    def living(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [rank for rank in self.pids if rank not in self.statuses]
+
+    @property
     def all_gone(self) -> bool:
         """Whether every rank has ended."""
         return len(self.statuses) == len(self.pids)
@@ -115,10 +158,9 @@ class Gang:
     def signal(self, number: int) -> None:
         """Signals the ranks that live, and nobody else of their processes."""
         self._sent.add(number)
-        for rank, pid in self.pids.items():
-            if rank not in self.statuses:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        for rank in self.living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
 
     def about_to_kill(self) -> None:
         """What ends by SIGKILL from now on was killed by the supervisor."""

@@ -13,9 +13,11 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from overnight.platform.node.files import write_json
 from overnight.platform.node.identity import Identity
 
 NAME = "launch.lock"
@@ -99,6 +101,23 @@ def _lock(descriptor: int, seconds: float) -> bool:
 def mark_held(descriptor: int, token: str) -> None:
     """Says in the file that the holder is a supervisor, so that others need not wait to find out."""
     _write(descriptor, {"token": token, "held": True, "supervisor": Identity.mine().to_dict()})
+
+
+def write_pids(folder: Path, ranks: Mapping[int, int], census: Iterable[int]) -> None:
+    """Says who belongs to the attempt, for whoever buries it should its supervisor be killed. As that supervisor.
+
+    Args:
+        folder: The attempt's.
+        ranks: Pids by rank.
+        census: Further pids.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    mine = Identity.mine()
+    known = {str(rank): identity.to_dict() for rank, pid in ranks.items() if (identity := Identity.of(pid))}
+    further = [[pid, identity.start] for pid in sorted(census) if (identity := Identity.of(pid))]
+    write_json(folder / PIDS, {"supervisor": mine.to_dict(), "ranks": known, "census": further, "boot": mine.boot})
 
 
 def mark_restarted(descriptor: int) -> None:

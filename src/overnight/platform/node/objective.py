@@ -7,12 +7,45 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from overnight.platform.node.tail import Tail
 
 MAX_PATTERN_LINE = 2_000
 """Longer lines are not matched: a pattern with backtracking must not stop the supervisor."""
 
 STEP_NAMES = ("step", "global_step", "iteration", "epoch")
+
+
+Report = tuple[int, dict[str, float | str]]
+"""Step, and values by name."""
+
+
+class PrintedObjective:
+    """Follows the output of a rank for what it reports there.
+
+    Args:
+        log: The rank's output.
+        objective: The ``objective`` of an order; None, or one that is reported by call, finds nothing.
+    """
+
+    def __init__(self, log: Path, objective: Mapping[str, Any] | None) -> None:
+        is_printed = objective is not None and objective["source"] != "report"
+        self._tail = Tail(log) if is_printed else None
+        self._reader = ObjectiveReader(objective) if objective is not None and is_printed else None
+
+    def read(self) -> list[Report]:
+        """What has come since the last time."""
+        return self._found(self._tail.read()) if self._tail is not None else []
+
+    def finish(self) -> list[Report]:
+        """The rest, with a last line that has no end."""
+        return self._found(self._tail.finish()) if self._tail is not None else []
+
+    def _found(self, lines: list[str]) -> list[Report]:
+        found = [self._reader.feed(line) for line in lines] if self._reader is not None else []
+        return [report for report in found if report is not None]
 
 
 class ObjectiveReader:
@@ -27,7 +60,7 @@ class ObjectiveReader:
         self._pattern = re.compile(objective["pattern"]) if objective["source"] == "pattern" else None
         self._count = 0
 
-    def feed(self, line: str) -> tuple[int, dict[str, float | str]] | None:
+    def feed(self, line: str) -> Report | None:
         """A report (step, values) if the line has the objective in it. Without a step, reports are counted from 1."""
         found = self._by_json(line) if self._pattern is None else self._by_pattern(line)
         if found is None:

@@ -39,8 +39,8 @@ class Attempt(Protocol):
         """A checkpoint of this step was committed, or the ranks went on from it (``forked``)."""
         ...
 
-    def progressed(self, rank: int, step: int, phase: str) -> None:
-        """A rank said where it is."""
+    def heard(self, rank: int, told: dict[str, Any]) -> None:
+        """A rank said where it is: fields of :class:`overnight.platform.node.watchdog.Whereabouts`."""
         ...
 
     async def control(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -115,11 +115,10 @@ class RankApi:
         if ledger:
             self._attempt.spool("ledger", {name: _numbers(ledger, name) for name in ("seconds", "counts")})
         if body.get("step") is not None:
-            step, phase = _int(body, "step"), str(body.get("phase") or "")[:250]
-            self._attempt.progressed(_rank(body), step, phase)
-            self._untold = {"step": step, "phase": phase}
+            self._untold = {"step": _int(body, "step"), "phase": str(body.get("phase") or "")[:250]}
             if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
                 self.tell_progress()
+        self._attempt.heard(_rank(body), _whereabouts(body))
         return {"directive": self._attempt.directive()}
 
     def tell_progress(self) -> None:
@@ -171,6 +170,12 @@ class RankApi:
         except ValueError:
             raise HttpError(400, "after and wait must be numbers") from None
         return await self._attempt.directive_after(after, min(max(seconds, 0.0), MAX_WAIT_SECONDS))
+
+
+def _whereabouts(body: dict[str, Any]) -> dict[str, Any]:
+    """What a push says of where its rank is."""
+    whole = {name: _int(body, name) for name in ("step", "beats") if body.get(name) is not None}
+    return whole | {name: str(body[name] or "")[:250] for name in ("phase", "doing") if name in body}
 
 
 def _telling(rows: list[list[Any]], objective: dict[str, Any]) -> list[list[Any]]:

@@ -18,22 +18,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from overnight.platform.node import command, evidence, launch_lock, reaper
+from overnight.platform.node import command, evidence, launch_lock, reaper, stacks
 from overnight.platform.node.delivery import Delivery, StaleError, follow_directives
 from overnight.platform.node.directives import DirectiveBoard
 from overnight.platform.node.files import read_json, write_json
 from overnight.platform.node.gang import Gang
-from overnight.platform.node.identity import Identity
 from overnight.platform.node.link import ServerLink
 from overnight.platform.node.mlflow_endpoint import MlflowEndpoint
-from overnight.platform.node.objective import ObjectiveReader
+from overnight.platform.node.objective import PrintedObjective, Report
 from overnight.platform.node.output import BoundedOutput
 from overnight.platform.node.places import Places, free_port
 from overnight.platform.node.rank import Seat, fork_seat
 from overnight.platform.node.rank_api import RankApi
 from overnight.platform.node.restarts import Restarts
 from overnight.platform.node.spool import Spool
-from overnight.platform.node.tail import Tail, last_lines
+from overnight.platform.node.tail import last_lines
+from overnight.platform.node.watchdog import Watchdog
 from overnight.platform.node.wire import HttpError, Request, Server, WireError
 
 TERM_SECONDS = 10.0
@@ -94,6 +94,8 @@ class Supervisor:
         self._gang = Gang({})
         self._spares: dict[int, Seat] = {}  # pid -> a rank that waits for the next start
         self._restarts = Restarts()
+        self._watchdog = Watchdog(float(order.get("hang_seconds", 0.0)))
+        self._inquest: asyncio.Task[None] | None = None
         self._uses_trainer = False
         self._wants_spares = False
         self._error: dict[str, Any] | None = None  # of the supervisor's own
@@ -103,8 +105,7 @@ class Supervisor:
         self._census: set[int] = set()
         self._outputs = [BoundedOutput(self._log(rank)) for rank in order["ranks"]]
         self._log_starts: dict[int, int] = {}
-        self._tail: Tail | None = None
-        self._reader: ObjectiveReader | None = None
+        self._printed = PrintedObjective(self._log(0), order.get("objective") if 0 in order["ranks"] else None)
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -144,29 +145,14 @@ class Supervisor:
             "imports": self._handover["imports"],
         }
         order = {**self._order, "generation": self.generation}
-        return {
-            "attempt_id": self._order["attempt_id"],
-            "log": str(self._log(rank)),
-            "cwd": self._order["cwd"],
-            "env": command.rank_env(order, os.environ, rank=rank, local_rank=local_rank, places=places),
-            "words": plan.words,
-            "warm": self._warm,
-            "kind": plan.kind,
-            "target": plan.target,
-            "argv": plan.argv,
-            "threads": self._order["threads"],
-        }
+        env = command.rank_env(order, os.environ, rank=rank, local_rank=local_rank, places=places)
+        return command.rank_order(order, plan, env, log=str(self._log(rank)), warm=self._warm)
 
     def _log(self, rank: int) -> Path:
         return self._folder / ("out.log" if rank == 0 else f"out.{rank}.log")
 
     def _write_pids(self) -> None:
-        boot = Identity.mine().boot
-        pids_of = self._gang.pids.items()
-        ranks = {str(rank): identity.to_dict() for rank, pid in pids_of if (identity := Identity.of(pid))}
-        census = [[pid, identity.start] for pid in sorted(self._census) if (identity := Identity.of(pid))]
-        pids = {"supervisor": Identity.mine().to_dict(), "ranks": ranks, "census": census, "boot": boot}
-        write_json(self._folder / launch_lock.PIDS, pids)
+        launch_lock.write_pids(self._folder, self._gang.pids, self._census)
 
     async def discard(self) -> None:
         """Ends a rehearsal."""
@@ -202,7 +188,9 @@ class Supervisor:
 
     def _reap(self) -> None:
         reaper.reap(self._on_exit)
-        if self._killed not in (None, "peer_failed") or not self._gang.judge(self._obeyed_code()):
+        if self._gang.hung or self._killed not in (None, "peer_failed"):
+            return
+        if not self._gang.judge(self._obeyed_code()):
             return
         if self._gang.all_gone or self._board.leaving:
             return
@@ -240,16 +228,16 @@ class Supervisor:
 
     async def _housekeep(self) -> None:
         """Bounds the output, reads the objective, keeps the census and the time limit."""
-        self._tail, self._reader = self._objective_source()
         synced_at = counted_at = time.monotonic()
         while True:
             self._bound_outputs()
-            self._read_objective(self._tail.read() if self._tail else [])
+            self._tell_reports(self._printed.read())
             now = time.monotonic()
             if now - synced_at >= SYNC_SECONDS:
                 synced_at = now
                 self._sync()
                 self._check_limits(now)
+                self._look_for_hang(now)
                 self._prepare_spare()
             if now - counted_at >= self._handover["heartbeat_seconds"]:
                 counted_at = now
@@ -261,17 +249,9 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 output.bound()
 
-    def _objective_source(self) -> tuple[Tail | None, ObjectiveReader | None]:
-        objective = self._order.get("objective")
-        if objective is None or objective["source"] == "report" or 0 not in self._order["ranks"]:
-            return None, None
-        return Tail(self._log(0)), ObjectiveReader(objective)
-
-    def _read_objective(self, lines: list[str]) -> None:
-        for line in lines:
-            found = self._reader.feed(line) if self._reader else None
-            if found is not None:
-                self.spool("report", {"step": found[0], "values": found[1]}, urgent=True)
+    def _tell_reports(self, reports: list[Report]) -> None:
+        for step, values in reports:
+            self.spool("report", {"step": step, "values": values}, urgent=True)
 
     def _check_limits(self, now: float) -> None:
         limit = self._order.get("max_seconds")
@@ -335,6 +315,8 @@ class Supervisor:
         """A rank introduced itself, failed, or leaves."""
         if what == "hello":
             self._uses_trainer = True
+            self._gang.listeners.add(rank)
+            self._watchdog.heard(rank, time.monotonic())
         elif what == "leaving":
             self._gang.left[rank] = data
         elif self._gang.error is None:
@@ -344,8 +326,9 @@ class Supervisor:
         """A checkpoint of this step was committed, or the ranks went on from it (``forked``)."""
         (self._restarts.forked if forked else self._restarts.committed)(step)
 
-    def progressed(self, rank: int, step: int, phase: str) -> None:
+    def heard(self, rank: int, told: dict[str, Any]) -> None:
         """A rank said where it is: from now on its start is worth being prepared again."""
+        self._watchdog.heard(rank, time.monotonic(), **told)
         self._wants_spares = self._warm
 
     async def control(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -430,11 +413,13 @@ class Supervisor:
 
     def _restart_cause(self) -> str | None:
         """Why the ranks shall start again in this attempt; None if it ends with them."""
-        lost = self._gang.lost_rank
         is_resumable = self._uses_trainer or self._order.get("resume") is not None
         is_wanted = self._killed in (None, "peer_failed") and not self._board.leaving and not self._gang.left
-        if lost is None or not (is_resumable and is_wanted and self._restarts.allowed) or self._ran_out_of_memory():
+        if not (is_resumable and is_wanted and self._restarts.allowed):
             return None
+        lost = self._gang.lost_rank
+        if self._gang.hung or lost is None or self._ran_out_of_memory():
+            return self._gang.hung
         return f"rank {lost} was ended by {signal.Signals(-self._gang.statuses[lost]).name}"
 
     async def _restart(self, cause: str) -> None:
@@ -448,12 +433,13 @@ class Supervisor:
         await asyncio.gather(*(server.hear_out(HEAR_OUT_SECONDS) for server, _ in self._servers))
         if self._restart_cause() is None:
             return
-        self._read_objective(self._tail.read() if self._tail else [])
+        self._tell_reports(self._printed.read())
         self._api.tell_progress()
         self._restarts.note(cause)
         self.generation += 1
         self._delivery.generation = self.generation
         self._oom_kills = evidence.oom_kills()
+        self._watchdog.restart()
         self._begin_logs(cause)
         launch_lock.mark_restarted(self._lock)
         self.start_ranks()
@@ -467,6 +453,28 @@ class Supervisor:
                 log.write(f"overnight: {cause}; the ranks start again, generation {self.generation}\n".encode())
                 self._log_starts[rank] = log.tell()
 
+    # -- ranks that hang
+
+    def _look_for_hang(self, now: float) -> None:
+        patience = 2.0**self._restarts.in_vain  # where it hung before, it may only take long
+        is_ending = self._board.leaving or self._killed is not None or self._gang.has_failed
+        is_under_way = self._inquest is not None and not self._inquest.done()
+        if self._watchdog.hangs(self._gang.living, now, patience) and not is_ending and not is_under_way:
+            self._inquest = asyncio.create_task(self._end_hung(now))
+
+    async def _end_hung(self, now: float) -> None:
+        """Asks the ranks where they are, puts it on record, and ends them unless they were told to leave meanwhile."""
+        gang = self._gang
+        told = {rank: self._watchdog.describe(rank, now) for rank in gang.living}
+        cause = "no rank makes progress: " + "; ".join(f"rank {rank} {line}" for rank, line in told.items())
+        pids = {rank: gang.pids[rank] for rank in told if rank in gang.listeners}
+        with contextlib.suppress(OSError):
+            path = await stacks.collect(self._folder, self.generation, pids, told)
+            self.spool("hang", {"cause": cause, "stacks": str(path)}, urgent=True)
+        if not self._board.leaving and self._killed is None and not gang.all_gone:
+            gang.hung = cause
+            self._kill_ranks()
+
     def _ran_out_of_memory(self) -> bool:
         """Whether the kernel has killed for memory since the ranks started, and a rank was killed by nobody here."""
         lost = self._gang.lost_rank
@@ -474,14 +482,14 @@ class Supervisor:
         return is_shot and evidence.oom_kills() > self._oom_kills
 
     async def _finish(self) -> None:
-        tasks = [*self._tasks, *([self._ending] if self._ending else [])]
+        tasks = [*self._tasks, *(task for task in (self._ending, self._inquest) if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         reaper.kill_descendants(self._on_exit)
         for server, _ in self._servers:
             await server.close()
-        self._read_objective(self._tail.finish() if self._tail else [])
+        self._tell_reports(self._printed.finish())
         self._api.tell_progress()
         self._bound_outputs()
         report = self._exit_report()
@@ -495,36 +503,14 @@ class Supervisor:
         self._places.remove()
 
     def _exit_report(self) -> dict[str, Any]:
-        gang = self._gang
-        witness = gang.failed_rank if gang.failed_rank is not None else next(iter(gang.pids))
+        witness = self._gang.failed_rank if self._gang.failed_rank is not None else next(iter(self._gang.pids))
         lines = last_lines(self._log(witness), since=self._log_starts.get(witness, 0))
-        error = self._error or gang.error
-        if error is None and gang.failed_rank is not None:
-            error = evidence.error_from_log(lines)
-            error = error and {**error, "rank": witness}
-        left = self._how_left()
-        return {
-            "exit_codes": [gang.statuses.get(rank) for rank in gang.pids],
-            "left": left,
-            "saved": bool(left) and all(said["saved"] for said in gang.left.values()),
-            "killed": self._killed,
+        report = self._gang.report(self._killed, self._board.current, self._obeyed_code(), lines)
+        error = self._error or report["error"]
+        return report | {
             "error": error,
-            "last_lines": lines,
             "seconds": time.monotonic() - self._started,
             "oom": evidence.is_out_of_memory(error) or self._ran_out_of_memory(),
-            "failed_rank": gang.failed_rank,
-            "directive": self._board.current if self._board.leaving else None,
             "generations": self.generation - int(self._order["generation"]) + 1,
             "restarts": self._restarts.causes,
         }
-
-    def _how_left(self) -> str | None:
-        """``yield`` or ``stop`` if the ranks left because they were told to."""
-        left = self._gang.left
-        if left:
-            return str(next(iter(left.values()))["why"])
-        obeyed = self._obeyed_code()
-        if obeyed is None or self._killed is not None:
-            return None
-        is_obeyed = all(code == obeyed for code in self._gang.statuses.values())
-        return str(self._board.current["action"]) if is_obeyed else None
