@@ -16,6 +16,8 @@ import node_lab
 import pytest
 from node_lab import Lab, wait_for
 
+from overnight.platform.node.restarts import MAX_RESTARTS
+
 CHATTY = """
 import http.client, json, os, socket, subprocess, sys, time
 class Line(http.client.HTTPConnection):
@@ -98,6 +100,14 @@ def check_clean(lab: Lab, attempt_id: str) -> None:
     assert lab.server.problems == []
 
 
+def kill_every_start(lab: Any, attempt_id: str) -> None:
+    """Kills the rank, and the rank of each restart, until it is not started any more."""
+    wait_for(lambda: lab.server.events(attempt_id, "metrics"), 30, "it trains")
+    for number in range(1 + MAX_RESTARTS):
+        wait_for(lambda: len(lab.server.events(attempt_id, "generation")) >= number, 30, f"restart {number}")  # noqa: B023
+        os.kill(lab.pids(attempt_id)["ranks"]["0"]["pid"], signal.SIGKILL)
+
+
 @pytest.mark.parametrize("victim", ["rank", "supervisor"])
 def test_sigkill_of_rank_or_supervisor(shared: Lab, victim: str) -> None:
     dice = random.Random(victim)
@@ -105,13 +115,16 @@ def test_sigkill_of_rank_or_supervisor(shared: Lab, victim: str) -> None:
         attempt_id = chatty(shared)
         pids = shared.pids(attempt_id)
         time.sleep(dice.uniform(0, 0.2))  # the moment is the test's input, not a wait for something
-        target = pids["supervisor"]["pid"] if victim == "supervisor" else pids["ranks"]["0"]["pid"]
-        os.kill(target, signal.SIGKILL)
+        if victim == "supervisor":
+            os.kill(pids["supervisor"]["pid"], signal.SIGKILL)
+        else:
+            kill_every_start(shared, attempt_id)
         ended = shared.server.wait_ended(attempt_id)
         assert ended["vanished"] is (victim == "supervisor")
         if victim == "rank":
-            assert shared.server.exit_of(attempt_id)["exit_codes"] == [-signal.SIGKILL]
-            assert shared.server.exit_of(attempt_id)["killed"] is None
+            report = shared.server.exit_of(attempt_id)
+            assert (report["exit_codes"], report["killed"]) == ([-signal.SIGKILL], None)
+            assert report["restarts"] == ["rank 0 was ended by SIGKILL"] * MAX_RESTARTS
         check_clean(shared, attempt_id)
 
 
