@@ -164,7 +164,7 @@ def test_time_that_is_over_is_no_loss() -> None:
 def test_an_exception_does_not_count_the_batch() -> None:
     def run_once(fail: bool) -> list[int]:
         seen = []
-        with trainer.run(every=1) as run:
+        with trainer.run(every=2) as run:
             run.track(counter=Counter())
             for batch in run.batches(loader()):
                 seen += batch.tolist()
@@ -208,8 +208,10 @@ def test_save_in_the_body_waits_for_the_boundary() -> None:
         run.track(counter=counter)
         for step in run.steps(3):
             if step == 2:
-                run.save()
+                handle = run.save()
                 counter.seen.append(step)
+            if step == 3:
+                handle.result(60)
             saved = sorted(p.name for p in Path(run._origin.place.root).glob("step-*"))
             assert saved == (["step-2.attempt-1.1"] if step == 3 else [])
     facts = trainer.inspect(run._origin.place.root)
@@ -224,9 +226,9 @@ def test_saving_twice_at_one_step_keeps_both_apart() -> None:
         run.save()
         run.save()
         counter.seen.append(7)
-        run.save()
+        run.save().result(60)
         names = sorted(p.name for p in Path(run._origin.place.root).glob("step-*"))
-    assert names == ["step-0.attempt-1.1", "step-0.attempt-1.1.again-2"]
+    assert names == ["step-0.attempt-1.1", "step-0.attempt-1.1.again-3"]  # the second had nothing new
     with trainer.run(every=None) as run:
         counter = Counter()
         run.track(counter=counter)

@@ -16,12 +16,17 @@ from overnight.core.errors import BadInputError, CheckpointError
 from overnight.trainer import rng, untracked
 from overnight.trainer.agreement import Agreement, Spot, Wishes
 from overnight.trainer.boundary import Every, Leave, Policy, Signals
+from overnight.trainer.checkpoint.handle import SaveHandle
+from overnight.trainer.checkpoint.pipeline import Moment
 from overnight.trainer.checkpoint.place import write_atomic
 from overnight.trainer.checkpoint.reader import complain
+from overnight.trainer.checkpoint.reading.restored import Restored
 from overnight.trainer.checkpoint.retention import Retention
-from overnight.trainer.checkpoint.saver import INTERNAL
+from overnight.trainer.checkpoint.saver import GRADIENTS, INTERNAL
+from overnight.trainer.checkpoint.writing.order import Kind
 from overnight.trainer.cursor import Cursor, Pending, Reader
 from overnight.trainer.data.loader import DataLoader
+from overnight.trainer.envelope import envelope
 from overnight.trainer.exits import Interrupted, Left, Stopped, Yielded, describe, is_success
 from overnight.trainer.journal import Reduce, Values
 from overnight.trainer.link import Link
@@ -30,7 +35,7 @@ from overnight.trainer.metrics import Metrics
 from overnight.trainer.orders import Orders
 from overnight.trainer.params import Params
 from overnight.trainer.phases import CATEGORIES, Ledger, Reached, seconds_since_launch
-from overnight.trainer.stacks import answer_with_stacks
+from overnight.trainer.saves import Saves
 from overnight.trainer.start import (
     Inputs,
     claim_origin,
@@ -48,6 +53,15 @@ STATE = "state"
 
 MIN_GRACE_SECONDS = 5.0
 """With less than this left of a grace, :meth:`Run.check` leaves without waiting for the next boundary."""
+
+
+LEAVE_SECONDS = 1.0
+"""Of a grace, what is kept for leaving once the save is done."""
+
+MIN_SAVE_SECONDS = 0.5
+
+LATE_SECONDS = 10.0
+"""How long a run that ends by an error waits for the commit of what is staged."""
 
 
 class Run:
@@ -83,7 +97,6 @@ class Run:
         self._fresh = fresh
         self.seed = seed
         self._entered = False
-        self._save_wanted = False
         self._ready = False
         self._named_untracked = False
         self._phase = ""
@@ -97,7 +110,7 @@ class Run:
         inputs = read_inputs(self._defaults, self._fresh)
         self.params, self.argv = inputs.params, inputs.rest
         environment = inputs.environment
-        self._policy = Policy(self._every, environment.world_size)
+        self._policy = Policy(self._every, environment.world_size, mtbf_seconds=environment.mtbf_seconds)
         self._signals = Signals()
         self._signals.install(alone=environment.alone)
         self._ledger = Ledger(launched=seconds_since_launch(environment.attempt_dir))
@@ -114,8 +127,7 @@ class Run:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.seed = self.seed if environment.seed is None else environment.seed
         self.device = pick_device(environment)
-        answer_with_stacks(environment)
-        self._link = Link(environment.supervisor, self.rank, os.getpid(), self._ledger.pulse)
+        self._link = Link(environment.supervisor, self.rank, os.getpid())
         self._link.open()
         self._orders = Orders(self._signals, self._link)
         group, self._owns_group = join_group(environment, self.device)
@@ -126,7 +138,19 @@ class Run:
         if self.rank == 0:
             self._link.send("/v1/forked", {"step": self._origin.parent.step if self._origin.parent else 0})
         self.trial_dir, self._attempt_dir = self._origin.trial_dir, self._origin.attempt_dir
-        self._saver = make_saver(self._origin, self.seed, self.device, self._retention, before_publish=self._flush)
+        self._saver = make_saver(
+            self._origin, self.seed, self.device, self._retention, before_submit=self._tell_before_publishing
+        )
+        self._saves = Saves(
+            self._saver,
+            self._policy,
+            self._ledger,
+            self._link,
+            moment=self._moment,
+            meet=self._meet_at_save,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
         self.state = {}
         self._saver.track(STATE, self.state)
         self._reached = Reached(self.trial_dir, self._attempt_dir)
@@ -134,11 +158,6 @@ class Run:
         self._restore_own_state()
         rng.seed_all(rng.derive(self.seed, "initial"))
         self._ledger.switch("compute")
-
-    def _flush(self) -> None:
-        """Whatever led to a checkpoint is known to the supervisor before the checkpoint is."""
-        self._metrics.flush(self._cursor.step, self._phase, everything=True)
-        self._link.flush()
 
     def _restore_own_state(self) -> None:
         saved = self._origin.restored.state(RUN) if self._origin.restored is not None else None
@@ -167,7 +186,8 @@ class Run:
         self._cursor.settle()
         self._gather(Spot.END)
         if self._saver.tracks:
-            self._save()
+            self._saves.finish("final")
+        self._saves.require_good()
         if self.rank == 0:
             final = {"step": self._cursor.step, "weights": self.fingerprint()}
             write_atomic(self._attempt_dir / "final.json", json.dumps(final).encode())
@@ -185,6 +205,7 @@ class Run:
 
     def _close(self, *, clean: bool) -> None:
         try:
+            self._close_saves(clean=clean)
             self._record.close()
             self._metrics.flush(self._cursor.step, "shutdown", everything=True)
         except Exception:  # a failure of its own must not hide the error that ends the run
@@ -195,6 +216,12 @@ class Run:
             if clean and self._owns_group and dist.is_initialized():
                 dist.destroy_process_group()
             self._signals.restore()
+
+    def _close_saves(self, *, clean: bool) -> None:
+        """Lets what is staged be committed; nobody is left to be told of a failure but the reader of the output."""
+        failure = self._saves.close(LATE_SECONDS if not clean else 0.0)
+        if failure is not None:
+            complain(f"a save was not committed: {failure.message}")
 
     # -- what the script tells ----------------------------------------------------------------------------------------
 
@@ -266,14 +293,26 @@ class Run:
             self._phase = before
             self._link.push(self.step, before)
 
-    def save(self) -> None:
-        """Checkpoints: at once between batches, else at the next boundary. All ranks must call it."""
-        if self._cursor.in_body:
-            self._save_wanted = True
-        else:
+    def save(self) -> SaveHandle:
+        """Checkpoints: at once between loops, else at the next boundary. All ranks must call it.
+
+        Returns as soon as training may go on: what an optimizer owns is copied while the next forward and backward run,
+        and all is written by another process. While the save before is still being written, a new one waits: in the
+        body of a loop for a later boundary, between loops here.
+
+        Returns:
+            A handle that tells whether the state is ``staged`` and ``committed``, and whose ``result()`` waits for
+            that. A failure that nobody asks for is raised at the next boundary, or at the end of the run.
+
+        Raises:
+            SaveFailedError: Something in a tracked state cannot be saved.
+        """
+        handle = self._saves.request()
+        if not self._cursor.in_body:
             self._begin()
             self._cursor.settle()
-            self._save()
+            self._saves.now("asked")
+        return handle
 
     def check(self) -> None:
         """A boundary inside a long phase, such as an evaluation: may leave, if the run was told to.
@@ -451,10 +490,20 @@ class Run:
             rng.restore(restored.state(RNG))
         else:
             rng.rederive(self.seed, self._cursor.step, self.rank)
+        if restored is not None and GRADIENTS in restored.names:
+            self._put_gradients_back(restored)
         if restored is not None and self.rank == 0:
             tell_differences(restored.manifest, self.device, self.world_size)
             for name in self._saver.missing():
                 complain(f"{name!r} is in {restored.manifest.name}, but this run does not track it")
+
+    def _put_gradients_back(self, restored: Restored) -> None:
+        """Goes on in the middle of an accumulation by the script; each rank's gradients are of its own samples."""
+        if restored.manifest.world_size != self.world_size:
+            if self.rank == 0:
+                complain(f"{restored.manifest.name} was saved in the middle of an accumulation; its gradients are lost")
+            return
+        self._saver.put_gradients_back(restored.state(GRADIENTS))
 
     # -- boundaries -------------------------------------------------------------------------------------------------
 
@@ -463,25 +512,29 @@ class Run:
         leave, _ = self._orders.leave()
         number = self._loops.innermost.number if over else 0
         timed = self.rank == 0 and self._saver.tracks and self._policy.due_by_time()
-        save, send = int(self._orders.take_save() or timed), int(self._metrics.wants_reduction())
-        agreed = self._agreement.exchange(Wishes(leave, save, number, send), self._cursor.step)
+        save, send = self._orders.take_save() or timed, self._metrics.wants_reduction()
+        wishes = self._saves.wishes(leave=leave, save=save, over=number, send=send)
+        agreed = self._agreement.exchange(wishes, self._cursor.step)
         self._metrics.advance(start=bool(agreed.send))
         due = self._policy.due_by_count(self._cursor.step, epoch_end=epoch_end) and self._saver.tracks
         if agreed.leave:
             self._gather(Spot.BOUNDARY)
             self._leave(Leave(agreed.leave), save=agreed.leave != Leave.STOP)
-        if agreed.save or due or self._save_wanted:
-            self._save()
+        self._saves.at_boundary(agreed, due=due)
         if self._metrics.flush(self._cursor.step, self._phase):
             self._record.flush()
             if self.rank == 0:
                 self._reached.note(self._cursor.step)
         return agreed.over
 
-    def _gather(self, spot: Spot) -> None:
+    def _gather(self, spot: Spot, wishes: Wishes | None = None) -> Wishes:
         """Where all ranks wait for each other anyway: makes sure that they do, and brings in all that they logged."""
-        self._agreement.meet(spot, self._cursor.step)
+        met = self._agreement.meet(spot, self._cursor.step, wishes)
         self._metrics.gather()
+        return met
+
+    def _meet_at_save(self, wishes: Wishes) -> Wishes:
+        return self._gather(Spot.SAVE, wishes)
 
     def _name_untracked(self) -> None:
         """Once, at the first save: what would not be as before in a resumed run."""
@@ -489,23 +542,25 @@ class Run:
             complain(text)
         self._named_untracked = True
 
-    def _save(self) -> None:
-        self._save_wanted = False
+    def _moment(self, kind: Kind) -> Moment:
+        """This moment as a save needs it. What led to it is on its way to the supervisor, and safe in the record."""
         self._name_untracked()
-        started = time.monotonic()
-        with self._ledger.within("checkpoint"):
-            self._gather(Spot.SAVE)
-            own = {"step": self._cursor.step, "loops": self._loops.export(), "loaders": self._cursor.loader_states()}
-            internal = {RUN: own, RNG: rng.capture()}
-            position = {"loops": self._loops.path, "loaders": self._cursor.places()}
-            self._record.flush()
-            manifest = self._saver.commit(self._saver.stage(self._cursor.step, internal, position))
-        self._policy.saved(time.monotonic() - started)
-        if manifest is not None:
-            self._ledger.count("saves")
-            self._ledger.count("bytes_staged", manifest.num_bytes)
-            uri = f"{self._origin.place}/{manifest.name}"
-            self._link.send("/v1/checkpoint", {"step": self._cursor.step, "uri": uri, "bytes": manifest.num_bytes})
+        self._metrics.flush(self._cursor.step, self._phase, everything=True)
+        self._record.flush()
+        own = {"step": self._cursor.step, "loops": self._loops.export(), "loaders": self._cursor.loader_states()}
+        return Moment(
+            step=self._cursor.step,
+            kind=kind,
+            internal={RUN: own, RNG: rng.capture()},
+            position={"loops": self._loops.path, "loaders": self._cursor.places()},
+            metrics=self._metrics.numbers(),
+            facts={**envelope(self.device, self.world_size), "retention": self._retention.to_json()},
+        )
+
+    def _tell_before_publishing(self) -> None:
+        """Whatever led to a checkpoint is known to the supervisor before the checkpoint is."""
+        if self.rank == 0:
+            self._link.flush()
 
     def _leave(self, leave: Leave, *, save: bool) -> None:
         """Leaves by an exception, after a save where one is wanted and possible.
@@ -517,7 +572,7 @@ class Run:
         saved = False
         if save and self._saver.tracks:
             try:
-                self._save()
+                self._saves.finish("yield", self._grace_seconds())
                 saved = True
             except CheckpointError as error:
                 complain(f"leaving without a save: {error}")
@@ -527,3 +582,9 @@ class Run:
             where = f"; the same command goes on from there ({self._origin.place})" if saved else ""
             complain(f"left at step {self._cursor.step}{where}")
         raise kind(self._cursor.step, saved=saved, reason=self._orders.reason)
+
+    def _grace_seconds(self) -> float | None:
+        """How long a save may take before this process is killed; alone it is not."""
+        if self._origin.environment.alone:
+            return None
+        return max(MIN_SAVE_SECONDS, self._orders.leave()[1] - LEAVE_SECONDS)

@@ -8,18 +8,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from overnight.core.canonical import digest
 from overnight.core.errors import OvernightError, from_dict
 from overnight.trainer.checkpoint.fence import claim, next_attempt
+from overnight.trainer.checkpoint.handover import Handover
 from overnight.trainer.checkpoint.manifest import Manifest
+from overnight.trainer.checkpoint.pipeline import Pipeline
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
 from overnight.trainer.checkpoint.reading.finding import ALONE, Reader, complain, open_newest
 from overnight.trainer.checkpoint.reading.restored import Restored
 from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.saver import Saver
+from overnight.trainer.checkpoint.staging.stager import Stager
+from overnight.trainer.checkpoint.writing.client import WriterClient
 from overnight.trainer.checkpoint.writing.order import Author
 from overnight.trainer.data.record import SampleRecord
 from overnight.trainer.envelope import envelope, warning
@@ -193,13 +198,18 @@ def from_rank_zero(decide: Callable[[], dict[str, Any]], group: dist.ProcessGrou
 
 
 def make_saver(
-    origin: Origin, seed: int, device: torch.device, retention: Retention, *, before_publish: Callable[[], None]
+    origin: Origin, seed: int, device: torch.device, retention: Retention, *, before_submit: Callable[[], object]
 ) -> Saver:
-    """The saver of this rank; ``before_publish`` is called on rank 0 before a checkpoint can be seen."""
-    environment = origin.environment
+    """The saver of this rank; ``before_submit`` is called in the background before a save is handed to its writer."""
+    environment, place = origin.environment, origin.place
     rank, world_size = environment.rank, environment.world_size
     author = Author(token=origin.token, parent=origin.parent, rank=rank, world_size=world_size, seed=seed)
-    return Saver(origin.place, author, origin.restored, device, retention, before_publish=before_publish)
+    stager = Stager(np.random.default_rng())
+    writer = WriterClient(str(place), author, retention, origin.attempt_dir / "staging")
+    handover = None
+    if origin.restored is not None:
+        handover = Handover(origin.restored, device, rank=rank, world_size=world_size, seed=seed, complain=complain)
+    return Saver(Pipeline(place, author, stager, writer, before_submit), stager, handover)
 
 
 def open_record(origin: Origin) -> SampleRecord:

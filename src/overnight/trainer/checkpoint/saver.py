@@ -1,63 +1,45 @@
-"""What a run tracks, and its way into checkpoints: stage a snapshot, write it, commit it, tidy up.
+"""What a run tracks, and its way into checkpoints and back."""
 
-The three steps are apart on purpose: staging needs the loop to stand still, the rest does not.
-"""
-
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import xxhash
 
-from overnight.core.errors import CheckpointError
+from overnight.core.errors import CheckpointError, OvernightError
+from overnight.trainer.checkpoint.gradients import Gradients, pending_gradients, put_gradients_back
+from overnight.trainer.checkpoint.handle import SaveHandle, Saving
 from overnight.trainer.checkpoint.handover import Handover
-from overnight.trainer.checkpoint.manifest import Manifest
-from overnight.trainer.checkpoint.place import CheckpointName, Place
-from overnight.trainer.checkpoint.reader import Restored, complain
-from overnight.trainer.checkpoint.retention import Retention, prune
-from overnight.trainer.checkpoint.state import Snapshot, stage
-from overnight.trainer.checkpoint.tracked import require_trackable, state_of
-from overnight.trainer.checkpoint.writer import Author, Writer
+from overnight.trainer.checkpoint.pipeline import Moment, Pipeline
+from overnight.trainer.checkpoint.staging.stager import Stager
+from overnight.trainer.checkpoint.state import encode, hash_tensor
+from overnight.trainer.checkpoint.tracked import require_trackable, state_of, unwrap
 
 INTERNAL = "$"
 """Names that begin so are the run's own."""
+
+GRADIENTS = f"{INTERNAL}gradients"
 
 
 class Saver:
     """The tracked objects of one rank and their checkpoints.
 
     Args:
-        place: The checkpoint place.
-        author: Who writes.
-        restored: The checkpoint from which the run goes on, None at step 0.
-        device: Of the run.
-        retention: Which checkpoints of this token stay.
-        before_publish: See :class:`~overnight.trainer.checkpoint.writer.Writer`.
+        pipeline: The saves.
+        stager: The pipeline's.
+        handover: Gives objects their state from the checkpoint from which the run goes on; None at step 0.
+
+    Attributes:
+        pipeline: The saves: which are under way, committed, failed.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        author: Author,
-        restored: Restored | None,
-        device: torch.device,
-        retention: Retention,
-        before_publish: Callable[[], None],
-    ) -> None:
-        self._place = place
-        self._author = author
-        self._writer = Writer(place, author, before_publish)
-        self._handover: Handover | None = None
-        if restored is not None:
-            rank, world_size, seed = author.rank, author.world_size, author.seed
-            self._handover = Handover(restored, device, rank=rank, world_size=world_size, seed=seed, complain=complain)
-        self._retention = retention
+    def __init__(self, pipeline: Pipeline, stager: Stager, handover: Handover | None) -> None:
+        self.pipeline = pipeline
+        self._stager = stager
+        self._handover = handover
         self._tracked: dict[str, Any] = {}
-        self._saves: dict[int, int] = {}
-        self._committed: tuple[int, str] | None = None
-        self.num_bytes = 0
-        self.seconds = 0.0
+        self._is_prepared = False
 
     @property
     def tracks(self) -> bool:
@@ -84,57 +66,72 @@ class Saver:
         is_new = name not in self._tracked
         given = is_new and self._handover is not None and self._handover.give_back(name, obj)
         self._tracked[name] = obj
+        if isinstance(obj, torch.optim.Optimizer):
+            self._stager.watch()
         return given
 
     def missing(self) -> list[str]:
         """Objects in the checkpoint that the run has not tracked."""
         return self._handover.missing(self._tracked) if self._handover is not None else []
 
-    def stage(self, step: int, internal: Mapping[str, Any], position: dict[str, Any]) -> Snapshot:
-        """Copies the state of this moment.
+    def prepare(self) -> None:
+        """Gets ready for the first save, so that it costs what any other does. After an update, once.
 
-        Args:
-            step: Updates done.
-            internal: The run's own state; names begin with ``$``.
-            position: For the manifest; no part of the content.
+        Raises:
+            SaveFailedError: The tracked state cannot be saved.
+        """
+        if not self._is_prepared:
+            self._is_prepared = True
+            self.pipeline.start_writer()
+            self.pipeline.prepare(self._states(), self._objects())
+
+    def request(self) -> SaveHandle:
+        """A handle to the next save."""
+        return self.pipeline.request()
+
+    def save(self, moment: Moment) -> Saving:
+        """Stages the state of this moment; the rest happens behind training. Nobody may be reading the arena.
 
         Raises:
             SaveFailedError: Something in a state cannot be saved. Nothing was written.
         """
-        states = {name: state_of(obj) for name, obj in self._tracked.items()}
-        return stage({**states, **internal}, step, position)
+        self._is_prepared = True
+        if pending := self.pending_gradients():
+            moment = replace(moment, internal={**moment.internal, GRADIENTS: pending})
+        return self.pipeline.begin(moment, self._states(), self._objects())
 
-    def commit(self, snapshot: Snapshot) -> Manifest | None:
-        """Writes and publishes a snapshot, then deletes what this token needs no longer.
+    def _states(self) -> dict[str, Any]:
+        return {name: state_of(obj) for name, obj in self._tracked.items()}
 
-        A snapshot whose content is that of the last commit of the same step is not written again (one rank only: with
-        more, each knows its own part alone).
+    def _objects(self) -> list[Any]:
+        return [unwrap(obj) for obj in self._tracked.values()]
 
-        Returns:
-            The manifest on rank 0 when something was written, else None.
+    def pending_gradients(self) -> Gradients:
+        """Gradients of an accumulation that goes on behind this boundary."""
+        return pending_gradients(self._tracked, self._stager.stepped)
 
-        Raises:
-            SaveFailedError, FencedError: Nothing was published.
-        """
-        started = time.monotonic()
-        digests = snapshot.digests()
-        content = snapshot.content(digests)
-        if self._author.world_size == 1 and self._committed == (snapshot.step, content):
-            return None
-        number = self._saves[snapshot.step] = self._saves.get(snapshot.step, 0) + 1
-        name = CheckpointName(snapshot.step, self._author.token, number)
-        manifest = self._writer.write(snapshot, name, digests)
-        self._committed = (snapshot.step, content)
-        self.num_bytes = manifest.num_bytes if manifest is not None else snapshot.num_bytes
-        if manifest is not None:
-            prune(self._place, name, self._retention)
-        self.seconds = time.monotonic() - started
-        return manifest
+    def next_update(self) -> None:
+        """A boundary is over: which optimizers make a step is counted anew."""
+        self._stager.stepped.clear()
+
+    def put_gradients_back(self, gradients: Gradients) -> list[str]:
+        """Goes on with an accumulation; returns the optimizers that are not tracked any more."""
+        return put_gradients_back(self._tracked, gradients)
 
     def fingerprint(self) -> str:
         """xxh3-128 of every tensor that the user tracks, by name: equal for equal weights, moments and buffers."""
-        snapshot = stage({name: state_of(obj) for name, obj in sorted(self._tracked.items())}, 0)
+        encoded = encode({name: state_of(obj) for name, obj in sorted(self._tracked.items())})
         digest = xxhash.xxh3_128()
-        for key, value in sorted(snapshot.digests().items()):
-            digest.update(f"{key}={value};".encode())
+        for key, leaf in sorted(encoded.leaves.items()):
+            content = leaf.tensor.cpu().contiguous().resolve_conj().resolve_neg()
+            digest.update(f"{key}={hash_tensor(content)};".encode())
         return digest.hexdigest()
+
+    def close(self, seconds: float) -> OvernightError | None:
+        """Gives saves that are under way so much time, and ends.
+
+        Returns:
+            Why one failed, if nobody was told yet.
+        """
+        self.pipeline.close(seconds)
+        return self.pipeline.take_failure()

@@ -1,0 +1,210 @@
+"""When a run saves: between what the script, the clock and the platform want and what can be done at this boundary.
+
+All ranks decide alike. What only one of them knows (its writer still reads the staging memory, an optimizer of its own
+is in the middle of an accumulation, a save of its own has failed) travels with the agreement of all.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from overnight.core.errors import OvernightError, SaveDiscardedError, SaveFailedError
+from overnight.trainer.agreement import Wishes
+from overnight.trainer.boundary import Policy
+from overnight.trainer.checkpoint.handle import SaveHandle, Saving
+from overnight.trainer.checkpoint.pipeline import Moment
+from overnight.trainer.checkpoint.saver import Saver
+from overnight.trainer.checkpoint.writing.order import Kind
+from overnight.trainer.link import Link
+from overnight.trainer.phases import Ledger
+
+ACCUMULATION_PATIENCE = 64
+"""So many boundaries a save waits for an optimizer's step; then it takes gradients along."""
+
+FAILURE_SECONDS = 10.0
+"""How long a rank waits to hear of the failure that another one knows of already."""
+
+_MAX_TRIES = 3
+
+
+class Saves:
+    """The saves of a run.
+
+    Args:
+        saver: The tracked objects.
+        policy: When to save without being asked; learns what saves cost.
+        ledger: Gets the time that saves hold up the loop, and counts them.
+        link: Hears of commits.
+        moment: Makes sure that what led to this moment is told, and gives the run's own state.
+        meet: Waits until all ranks are at the save, and combines their wishes.
+        rank, world_size: Of this process.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        policy: Policy,
+        ledger: Ledger,
+        link: Link,
+        *,
+        moment: Callable[[Kind], Moment],
+        meet: Callable[[Wishes], Wishes],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._saver = saver
+        self._pipeline = saver.pipeline
+        self._policy = policy
+        self._ledger = ledger
+        self._link = link
+        self._moment = moment
+        self._meet = meet
+        self._rank = rank
+        self._shared = world_size > 1
+        self._wanted: Kind | None = None
+        self._num_waits = 0
+        self._began = False
+        self._began_unseen = False
+
+    def request(self) -> SaveHandle:
+        """The script wants a save at the next boundary."""
+        self._wanted = "asked"
+        return self._saver.request()
+
+    # -- at boundaries ------------------------------------------------------------------------------------------------
+
+    def wishes(self, *, leave: int, save: bool, over: int, send: bool) -> Wishes:
+        """This rank's wishes, to which those of its saves are added; once at each boundary."""
+        self._pipeline.poll()
+        self._tell_commits()
+        # other ranks' wishes are those of the boundary before: they do not know yet of what began there
+        self._began_unseen, self._began = self._began and self._shared, False
+        return Wishes(
+            leave=leave,
+            save=int(save or self._pipeline.wants_again),
+            over=over,
+            send=int(send),
+            busy=int(self._pipeline.busy),
+            failed=int(self._pipeline.unobserved_failure() is not None),
+        )
+
+    def at_boundary(self, agreed: Wishes, *, due: bool) -> None:
+        """Begins a save if one is wanted and possible; puts it off and counts that if one is still being written.
+
+        Args:
+            agreed: The wishes of all ranks.
+            due: Updates or epochs call for a save, on all ranks.
+
+        Raises:
+            SaveFailedError, FencedError: An earlier save has failed, here or on another rank, and nobody was told.
+        """
+        if agreed.failed:
+            raise self._failure()
+        self._policy.updated(writing=self._pipeline.writing)
+        if agreed.save or due:
+            self._wanted = self._wanted or "periodic"
+        if self._wanted is not None:
+            if not (agreed.busy or self._began_unseen):
+                self._begin_behind_an_update(self._wanted)
+            elif agreed.save or due:
+                self._ledger.count("saves_coalesced")
+        elif self._saver.tracks:
+            with suppress(SaveFailedError):  # the save will tell
+                self._saver.prepare()
+        self._saver.next_update()
+
+    def _begin_behind_an_update(self, kind: Kind) -> None:
+        """Begins unless some rank is in the middle of an accumulation of its own, which may still come to its step."""
+        patient = self._num_waits < ACCUMULATION_PATIENCE
+        waits = patient and bool(self._saver.pending_gradients())
+        with self._ledger.within("checkpoint"):
+            if self._meet(Wishes(wait=int(waits))).wait:
+                self._num_waits += 1
+                return
+            self._begin(kind)
+
+    def _begin(self, kind: Kind) -> Saving:
+        started = time.monotonic()
+        self._wanted, self._num_waits = None, 0
+        saving = self._saver.save(self._moment(kind))
+        self._began = True
+        self._policy.saved(time.monotonic() - started)
+        return saving
+
+    def _failure(self) -> OvernightError:
+        if self._pipeline.unobserved_failure() is None:
+            self._pipeline.wait_for_all(FAILURE_SECONDS)
+        hint = "The output of the other ranks says why."
+        return self._pipeline.take_failure() or SaveFailedError("a checkpoint was not saved by another rank", hint=hint)
+
+    def _tell_commits(self) -> None:
+        for saving in self._pipeline.take_committed():
+            assert saving.ticket is not None
+            self._ledger.count("saves")
+            self._ledger.count("bytes_staged", saving.num_bytes)
+            self._policy.committed(saving.ticket.seconds.get("total", 0.0))
+            if saving.ticket.manifest is not None:
+                name = saving.ticket.manifest.name
+                body = {"step": name.step, "uri": self._pipeline.uri(name), "bytes": saving.num_bytes}
+                self._link.send("/v1/checkpoint", body)
+
+    # -- at once ------------------------------------------------------------------------------------------------------
+
+    def now(self, kind: Kind, seconds: float | None = None) -> Saving:
+        """Saves without waiting for a boundary; all ranks are here. Waits for the staging memory, not for the commit.
+
+        Raises:
+            SaveFailedError: It could not begin in that many seconds, or the state cannot be saved.
+        """
+        with self._ledger.within("checkpoint"):
+            self._meet(Wishes())
+            if not self._pipeline.wait_until_free(seconds):
+                raise SaveFailedError(f"the save before was not written within {seconds:.0f} s")
+            return self._begin(kind)
+
+    def finish(self, kind: Kind, seconds: float | None = None) -> None:
+        """Saves and waits for the commit; so do all ranks.
+
+        Args:
+            kind: Why.
+            seconds: How long it may take in all.
+
+        Raises:
+            SaveFailedError, FencedError: It is not saved.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for _ in range(_MAX_TRIES):
+            saving = self.now(kind, _left(deadline))
+            with self._ledger.within("checkpoint"):
+                is_done = self._pipeline.wait(saving, _left(deadline))
+            if not is_done:
+                raise SaveFailedError(f"{saving.name} was not committed within {seconds:.0f} s")
+            saving.observed = True
+            self._tell_commits()
+            if saving.failure is None:
+                return
+            if not isinstance(saving.failure, SaveDiscardedError):
+                break
+        assert saving.failure is not None
+        raise saving.failure
+
+    def require_good(self) -> None:
+        """Waits for all saves.
+
+        Raises:
+            SaveFailedError, FencedError: One failed and nobody was told.
+        """
+        self._pipeline.wait_for_all()
+        self._tell_commits()
+        if (failure := self._pipeline.take_failure()) is not None:
+            raise failure
+
+    def close(self, seconds: float) -> OvernightError | None:
+        """Gives saves that are under way so much time, and ends; returns why one failed, if nobody was told."""
+        failure = self._saver.close(seconds)
+        self._tell_commits()
+        return failure
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,425 @@
+"""Saves behind training: what the handle tells, what failures do, and what is never lost."""
+
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from overnight import trainer
+from overnight.core.errors import BadInputError, CheckpointError, SaveFailedError
+from overnight.trainer.checkpoint.place import LocalPlace
+from overnight.trainer.checkpoint.reading.finding import open_newest
+from overnight.trainer.execution import Run
+
+DEADLINE_SECONDS = 60.0
+LARGE = 300_000
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    for name in list(os.environ):
+        if name.startswith("OVERNIGHT_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+class Training:
+    """A small model and what a script does with it."""
+
+    def __init__(self, width: int = 64) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(width, width)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def track(self, run: Run) -> None:
+        run.track(model=self.model, optimizer=self.optimizer)
+
+    def backward(self) -> None:
+        self.model(torch.ones(2, self.model.in_features)).square().mean().backward()
+
+    def update(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.model.weight.detach().clone()
+
+
+def place_of(run: Run) -> LocalPlace:
+    return LocalPlace(run.trial_dir / "checkpoints")
+
+
+def saved_steps(run: Run) -> list[int]:
+    return sorted(name.step for name in place_of(run).checkpoints())
+
+
+def newest(run: Run) -> dict[str, Any]:
+    restored = open_newest(place_of(run))
+    assert restored is not None
+    state: dict[str, Any] = restored.state("model")
+    return state
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def is_idle(run: Run) -> bool:
+    """Whether no save is under way any more."""
+    run._saver.pipeline.poll()
+    return not run._saver.pipeline.writing
+
+
+def writer_pid(run: Run) -> int:
+    pid = run._saver.pipeline._writer.pid
+    assert pid is not None
+    return pid
+
+
+@contextmanager
+def stopped_writer(run: Run) -> Iterator[Callable[[], None]]:
+    """Keeps the writer process from working until the function that it gives is called."""
+    pid = writer_pid(run)
+    os.kill(pid, signal.SIGSTOP)
+
+    def go_on() -> None:
+        os.kill(pid, signal.SIGCONT)
+
+    try:
+        yield go_on
+    finally:
+        go_on()
+
+
+@contextmanager
+def no_file_above(num_bytes: int, pid: int) -> Iterator[None]:
+    """What a writer process meets on a full disk, without filling one."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_handle_tells_how_far_its_save_is() -> None:
+    training = Training()
+    with trainer.run(every=None) as run:
+        training.track(run)
+        handle = None
+        for step in run.steps(3):
+            training.update()
+            if step == 1:
+                handle = run.save()
+                assert not handle.staged and not handle.committed
+                with pytest.raises(BadInputError, match="next boundary"):
+                    handle.result()
+            if step == 2 and handle is not None:
+                wait_for(partial(getattr, handle, "staged"), "staged")
+                uri = handle.result(DEADLINE_SECONDS)
+                assert handle.committed and uri.endswith("step-1.attempt-1.1") and Path(uri).is_dir()
+        assert "committed" in repr(handle)
+
+
+def test_a_save_between_loops_begins_at_once() -> None:
+    training = Training()
+    with trainer.run(every=None) as run:
+        training.track(run)
+        for _ in run.steps(1):
+            training.update()
+        with stopped_writer(run) as go_on:
+            handle = run.save()
+            wait_for(lambda: handle.staged, "staged")
+            with pytest.raises(TimeoutError):
+                handle.result(0.05)
+            go_on()
+        handle.result(DEADLINE_SECONDS)
+
+
+def test_saving_twice_at_a_step_keeps_both_apart() -> None:
+    """C7."""
+    training = Training()
+    with trainer.run(every=None, keep=5) as run:
+        training.track(run)
+        for _ in run.steps(1):
+            training.update()
+        first = run.save()
+        training.update()
+        second = run.save()
+        weight = training.weight
+        assert Path(first.result()).name == "step-1.attempt-1.1"
+        assert Path(second.result()).name == "step-1.attempt-1.1.again-2"
+        assert torch.equal(newest(run)["weight"], weight)
+
+
+def test_saves_while_one_is_written_become_one_and_are_counted() -> None:
+    training = Training()
+    with trainer.run(every=1) as run:
+        training.track(run)
+        handles = []
+        for step in run.steps(8):
+            training.update()
+            if step == 3:
+                wait_for(lambda: is_idle(run), "the first saves")
+                os.kill(writer_pid(run), signal.SIGSTOP)
+            if step in (5, 6):
+                handles.append(run.save())
+            if step == 7:
+                assert not any(handle.staged for handle in handles)
+                os.kill(writer_pid(run), signal.SIGCONT)
+                wait_for(lambda: is_idle(run) or not run._saver.pipeline.busy, "the writer")
+        assert {handle.result() for handle in handles} == {f"{place_of(run)}/step-7.attempt-1.1"}
+        assert run._ledger._counts["saves_coalesced"] >= 3
+
+
+def test_a_full_disk_is_raised_at_the_next_boundary_and_spares_what_is_there() -> None:
+    """C1."""
+    training = Training()
+    reached = 0
+    with pytest.raises(SaveFailedError, match="not saved"), trainer.run(every=None) as run:
+        training.track(run)
+        run.state["large"] = torch.zeros(1)
+        for _ in run.steps(1):
+            training.update()
+        weight = training.weight
+        run.save().result(DEADLINE_SECONDS)
+        with no_file_above(100_000, writer_pid(run)):
+            for step in run.steps(50, name="more"):
+                reached = step
+                training.update()
+                if step == 3:
+                    run.state["large"] = torch.randn(LARGE)
+                    run.save()
+                if step == 4:
+                    wait_for(lambda: is_idle(run), "the failure")
+    assert reached == 4
+    assert torch.equal(newest(run)["weight"], weight)
+    assert saved_steps(run) == [1]
+
+
+def test_a_failure_that_somebody_asked_for_is_not_raised_again() -> None:
+    training = Training()
+    with trainer.run(every=None) as run:
+        training.track(run)
+        for _ in run.steps(1):
+            training.update()
+        run.state["large"] = torch.randn(LARGE)
+        place_of(run).root.rename(run.trial_dir / "away")
+        place_of(run).root.write_text("no folder")
+        handle = run.save()
+        with pytest.raises(CheckpointError):
+            handle.result(DEADLINE_SECONDS)
+        assert not handle.committed
+        place_of(run).root.unlink()
+        (run.trial_dir / "away").rename(place_of(run).root)
+        for _ in run.steps(2, name="more"):
+            training.update()
+    assert saved_steps(run)[-1] == 3
+
+
+def script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os, resource, signal, sys, time, torch\n"
+        "from overnight import trainer\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "def update():\n"
+        "    model(torch.ones(1, 8)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        + textwrap.dedent(body)
+    )
+    return subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=2 * DEADLINE_SECONDS
+    )
+
+
+def test_a_last_save_that_fails_is_no_success(tmp_path: Path) -> None:
+    """C2."""
+    done = script(
+        tmp_path,
+        """
+        with trainer.run(every=None) as run:
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(3):
+                update()
+            writer = run._saver.pipeline._writer.pid
+            resource.prlimit(writer, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+            run.state["large"] = torch.randn(300_000)
+        print("never said")
+        """,
+    )
+    assert done.returncode == 1
+    assert "SaveFailedError" in done.stderr and "was not saved" in done.stderr
+    assert "never said" not in done.stdout and "finished at step" not in done.stderr
+    assert not list(tmp_path.glob(".overnight/*/*/attempts/*/final.json"))
+
+
+def test_a_background_save_that_fails_last_is_no_success_though_the_final_one_is(tmp_path: Path) -> None:
+    """C2."""
+    done = script(
+        tmp_path,
+        """
+        with trainer.run(every=None) as run:
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(3):
+                update()
+            checkpoints = run.trial_dir / "checkpoints"
+            checkpoints.rename(run.trial_dir / "away"); checkpoints.write_text("no folder")
+            run.save()
+            while not run._saver.pipeline._failed:
+                run._saver.pipeline.poll()
+            checkpoints.unlink(); (run.trial_dir / "away").rename(checkpoints)
+        """,
+    )
+    assert done.returncode == 1 and "was not saved" in done.stderr
+    assert len(list(tmp_path.glob(".overnight/*/*/checkpoints/step-3.*"))) == 1
+
+
+def test_a_step_that_never_ends_does_not_keep_what_is_staged_from_its_commit(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        """
+        with trainer.run(every=None) as run:
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(9):
+                if step == 3:
+                    loss = model(torch.ones(1, 8)).sum()
+                    while not (run.trial_dir / "checkpoints/step-2.attempt-1.1").exists():
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                update()
+                if step == 2:
+                    run.save()
+        """,
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_run_that_ends_by_an_error_commits_what_is_staged() -> None:
+    training = Training()
+    with pytest.raises(ZeroDivisionError), trainer.run(every=None) as run:
+        training.track(run)
+        for step in run.steps(5):
+            training.update()
+            if step == 1:
+                run.save()
+            if step == 2:
+                raise ZeroDivisionError
+    assert saved_steps(run) == [1]
+
+
+def test_a_save_that_is_discarded_is_taken_again_at_the_next_boundary() -> None:
+    training = Training(256)
+    with trainer.run(every=None) as run:
+        training.track(run)
+        handle, weight, gate = None, torch.empty(0), threading.Event()
+        for step in run.steps(6):
+            training.backward()
+            if step == 3:
+                training.model.weight.data.mul_(1.5)
+                gate.set()
+                wait_for(lambda: not run._saver.pipeline.busy, "the end of the copy")
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            if step == 2:
+                hold(run, gate)
+                handle = run.save()
+            if step == 3:
+                weight = training.weight
+        assert handle is not None
+        assert handle.result(DEADLINE_SECONDS).endswith("step-3.attempt-1.1")
+        restored = open_newest(place_of(run))
+        assert restored is not None and torch.equal(restored.state("model")["weight"], weight)
+        assert run._saver._stager.restless == {"model"}
+
+
+def hold(run: Run, gate: threading.Event) -> None:
+    """Keeps the staging thread from copying until the event is set."""
+
+    def wait() -> None:
+        gate.wait(DEADLINE_SECONDS)
+
+    run._saver._stager._worker.do(wait)
+
+
+class Accumulating(Training):
+    """Accumulates over three updates of the run by itself."""
+
+    def round(self, step: int) -> None:
+        self.model(torch.full((2, self.model.in_features), float(step))).square().mean().backward()
+        if step % 3 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def accumulate(stop: int | None = None, every: int | None = None) -> tuple[Run, Accumulating]:
+    training = Accumulating()
+    with trainer.run(every=every, keep=20) as run:
+        training.track(run)
+        for step in run.steps(12):
+            wait_for(lambda: is_idle(run), "the save before")
+            training.round(step)
+            if step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+    return run, training
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_a_yield_in_the_middle_of_an_accumulation_saves_the_gradients(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C14."""
+    (tmp_path / "undisturbed").mkdir()
+    monkeypatch.chdir(tmp_path / "undisturbed")
+    _, undisturbed = accumulate()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(trainer.Yielded):
+        accumulate(stop)
+    run, training = accumulate()
+    assert run.resumed
+    assert torch.equal(training.weight, undisturbed.weight)
+
+
+def test_periodic_saves_wait_for_the_first_boundary_behind_a_step() -> None:
+    run, _ = accumulate(every=4)
+    assert saved_steps(run) == [6, 9, 12]
+
+
+def test_a_thousand_saves_of_a_run_leave_nothing_behind() -> None:
+    """C18, whole: descriptors, threads and the heap."""
+    training = Training()
+    with trainer.run(every=None) as run:
+        training.track(run)
+        for _ in run.steps(20):
+            training.update()
+            run.save()
+        run.save().result()
+        gc.collect()
+        files, objects = len(list(Path("/proc/self/fd").iterdir())), len(gc.get_objects())
+        for _ in run.steps(100, name="more"):
+            training.update()
+            run.save()
+        run.save().result()
+        gc.collect()
+        assert len(list(Path("/proc/self/fd").iterdir())) <= files + 1
+        assert len(gc.get_objects()) - objects < 500
