@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.manifest import SEGMENT_BYTES
 from overnight.trainer.checkpoint.writing.order import Piece
 
@@ -38,7 +39,12 @@ def hash_piece(piece: Piece, memory: memoryview, progress: Callable[[int], None]
         piece: Where it lies.
         memory: The arena.
         progress: Called with numbers of bytes.
+
+    Raises:
+        SaveFailedError: It does not lie in the arena.
     """
+    if not 0 <= piece.offset <= piece.offset + piece.num_bytes <= len(memory):
+        raise SaveFailedError(f"{piece.key} does not lie in the staging memory of {len(memory)} bytes")
     data = memory[piece.offset : piece.offset + piece.num_bytes]
     header = f"{piece.dtype}{list(piece.shape)}".encode()
     if piece.num_bytes < LARGE_BYTES:
