@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ class Counting(FolderSource):
         self.bytes[file] = self.bytes.get(file, 0) + end - start
         return super().read(file, start, end, wants)
 
+
+SLABS = memory.Slabs()
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -162,12 +165,26 @@ def test_holes_in_a_file_are_read_as_what_was_written(place: LocalPlace) -> None
     assert back["zeros"].count_nonzero() == 0 and torch.equal(back["after"], torch.arange(99))
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 4095, memory.HUGE_PAGE_BYTES * 2 - 1, memory.HUGE_PAGE_BYTES * 3 + 17])
-def test_fresh_memory_is_memory(num_bytes: int) -> None:
-    fresh = memory.fresh_bytes(num_bytes)
-    fresh.fill_(7)
-    assert fresh.numel() == num_bytes and len(memory.bytes_of(fresh)) == num_bytes
-    assert bytes(memory.bytes_of(fresh)[:2]) == b"\7\7"[:num_bytes]
+@pytest.mark.parametrize("num_bytes", [0, 1, 4095, memory.SLAB_BYTES - 1, memory.SLAB_BYTES + 17])
+def test_each_tensor_has_a_storage_of_its_own(num_bytes: int) -> None:
+    """Copies and ``torch.save`` take whole storages."""
+    slabs = memory.Slabs()
+    tensors = [memory.shaped(slabs.take(num_bytes), torch.uint8, (num_bytes,)) for _ in range(3)]
+    for number, tensor in enumerate(tensors):
+        assert tensor.untyped_storage().nbytes() == num_bytes and tensor.data_ptr() % 64 == 0
+        tensor.fill_(number + 1)
+    assert [int(tensor.max()) for tensor in tensors if num_bytes] == ([1, 2, 3] if num_bytes else [])
+
+
+def test_a_slab_goes_with_the_last_of_its_tensors() -> None:
+    slabs = memory.Slabs()
+    tensor = memory.shaped(slabs.take(8), torch.float64, ())
+    slab = weakref.ref(slabs.take(1).obj)
+    del slabs
+    assert slab() is not None and tensor.fill_(2.5) == 2.5
+    del tensor
+    gc.collect()
+    assert slab() is None
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------------
@@ -207,7 +224,7 @@ def test_any_part_is_put_together_from_any_chunks(case: tuple[tuple[int, ...], l
         chunks.append(StoredChunk("f", len(data), part.numel() * 2, box.at, box.shape, (0, 0), ""))
         data += memory.bytes_of(part)
     assembly = Assembly({"w": TensorEntry("int16", shape, tuple(chunks))})
-    target = assembly.tensor("w", wanted)
+    target = assembly.tensor("w", wanted, memory.Slabs())
     for want in assembly.wants.get("f", []):
         want.into[:] = data[want.offset : want.end]
     assembly.finish()
@@ -219,14 +236,14 @@ def test_chunks_that_do_not_cover_a_tensor_are_damage() -> None:
     half = StoredChunk("f", 0, 8, (0, 0), (2, 1), (0, 0), "")
     index = {"w": TensorEntry("float32", (2, 2), (half,))}
     with pytest.raises(CorruptCheckpointError, match="do not make up"):
-        Assembly(index).tensor("w")
-    assert Assembly(index).tensor("w", Chunk((0, 0), (2, 1))).shape == (2, 1)
+        Assembly(index).tensor("w", None, SLABS)
+    assert Assembly(index).tensor("w", Chunk((0, 0), (2, 1)), SLABS).shape == (2, 1)
     with pytest.raises(CorruptCheckpointError, match="no part of it"):
-        Assembly(index).tensor("w", Chunk((1, 0), (2, 1)))
+        Assembly(index).tensor("w", Chunk((1, 0), (2, 1)), SLABS)
     with pytest.raises(CorruptCheckpointError, match="no type float3"):
-        Assembly({"w": TensorEntry("float3", (1,), ())}).tensor("w")
+        Assembly({"w": TensorEntry("float3", (1,), ())}).tensor("w", None, SLABS)
     with pytest.raises(CorruptCheckpointError, match="nothing is not in the index"):
-        Assembly(index).tensor("nothing")
+        Assembly(index).tensor("nothing", None, SLABS)
 
 
 WHOLE = torch.arange(64.0).view(16, 4)

@@ -14,7 +14,7 @@ import torch
 
 from overnight.core.errors import BadInputError, CorruptCheckpointError
 from overnight.trainer.checkpoint.place import sync_directory
-from overnight.trainer.checkpoint.reading.memory import bytes_of, fresh_bytes, shaped
+from overnight.trainer.checkpoint.reading.memory import Slabs, bytes_of, shaped
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -86,15 +86,15 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            tensors = {}
+            tensors, slabs = {}, Slabs()
             for key, entry in header.items():
                 start, end = entry["data_offsets"]
                 dtype, shape = TYPES[entry["dtype"]], entry["shape"]
                 if end - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= end <= size - length - 8:
                     raise ValueError(f"{key} does not lie in the file")
-                memory = fresh_bytes(end - start)
+                memory = slabs.take(end - start)
                 file.seek(8 + length + start)
-                file.readinto(bytes_of(memory))
+                file.readinto(memory)
                 tensors[key] = shaped(memory, dtype, shape)
             return tensors
         except (ValueError, KeyError, TypeError, AttributeError) as error:

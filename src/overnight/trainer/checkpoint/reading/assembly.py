@@ -14,7 +14,7 @@ import torch
 from overnight.core.errors import CorruptCheckpointError
 from overnight.trainer.checkpoint.index import Chunk as StoredChunk
 from overnight.trainer.checkpoint.index import Index, TensorEntry
-from overnight.trainer.checkpoint.reading.memory import bytes_of, fresh_bytes, shaped
+from overnight.trainer.checkpoint.reading.memory import Slabs, shaped
 from overnight.trainer.checkpoint.reading.source import Want
 from overnight.trainer.checkpoint.sharding import Chunk
 
@@ -37,8 +37,13 @@ class Assembly:
     wants: dict[str, list[Want]] = field(default_factory=dict)
     _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def tensor(self, key: str, chunk: Chunk | None = None) -> torch.Tensor:
+    def tensor(self, key: str, chunk: Chunk | None = None, slabs: Slabs | None = None) -> torch.Tensor:
         """Fresh memory for a tensor or a part of it; it is filled once the wants are and :meth:`finish` was called.
+
+        Args:
+            key: In the index.
+            chunk: Which part, None for all of it.
+            slabs: Where the memory comes from; without, from a slab of its own.
 
         Raises:
             CorruptCheckpointError: The checkpoint has no such tensor, or not all of it.
@@ -47,24 +52,23 @@ class Assembly:
             raise CorruptCheckpointError(f"{key} is not in the index of the checkpoint")
         chunk = whole_of(entry) if chunk is None else chunk
         dtype = dtype_of(entry.dtype)
-        memory = fresh_bytes(math.prod(chunk.shape) * dtype.itemsize)
+        memory = (slabs or Slabs()).take(math.prod(chunk.shape) * dtype.itemsize)
         target = shaped(memory, dtype, chunk.shape)
         for stored, part in _parts(entry, chunk, key):
             self._want(stored, part, chunk, memory, target)
         return target
 
-    def _want(self, stored: StoredChunk, part: Chunk, chunk: Chunk, memory: torch.Tensor, target: torch.Tensor) -> None:
+    def _want(self, stored: StoredChunk, part: Chunk, chunk: Chunk, memory: memoryview, target: torch.Tensor) -> None:
         size = target.dtype.itemsize
         first, last = _run(part, Chunk(stored.at, stored.shape))
         start, end = _run(part, chunk)
         if last - first == end - start == math.prod(part.shape):
-            into = bytes_of(memory)[start * size : end * size]
+            into = memory[start * size : end * size]
         else:
-            run = fresh_bytes((last - first) * size)
-            source = run.view(target.dtype).as_strided(part.shape, _strides(stored.shape))
+            into = Slabs().take((last - first) * size)
+            source = shaped(into, target.dtype, (last - first,)).as_strided(part.shape, _strides(stored.shape))
             here = tuple(slice(p - c, p - c + n) for p, c, n in zip(part.at, chunk.at, part.shape, strict=True))
             self._copies.append((target[here], source))
-            into = bytes_of(run)
         self.wants.setdefault(stored.file, []).append(Want(stored.offset + first * size, into))
 
     def finish(self) -> None:

@@ -16,6 +16,7 @@ from overnight.trainer.checkpoint.index import Index
 from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.reading.assembly import Assembly, whole_of
 from overnight.trainer.checkpoint.reading.content import SavedObjects, read_index, read_objects
+from overnight.trainer.checkpoint.reading.memory import Slabs
 from overnight.trainer.checkpoint.reading.source import FolderSource, Source
 from overnight.trainer.checkpoint.reading.transfer import num_threads, transfer
 from overnight.trainer.checkpoint.reading.verification import check_sizes, segments_of
@@ -80,11 +81,12 @@ class Restored:
         assembly = Assembly(self._index)
         held: dict[Wanted, torch.Tensor] = {}
         for name in self.names:
+            slabs = Slabs()
             for key in self._saved.stored_keys(name).values():
                 self._takers[key].add(name)
                 chunk = self._expected(key, num_readers)
                 if chunk is not None and (key, chunk) not in held:
-                    held[key, chunk] = assembly.tensor(key, chunk)
+                    held[key, chunk] = assembly.tensor(key, chunk, slabs)
         transfer(self._source, files, assembly.wants, segments_of(files)[reader::num_readers], self._threads)
         assembly.finish()
         self._held = held
@@ -118,10 +120,11 @@ class Restored:
         """
         encoded = self._saved.objects[name]
         tensors: dict[tuple[str, Chunk | None], torch.Tensor] = {}
-        assembly = Assembly(self._index)
+        assembly, slabs = Assembly(self._index), Slabs()
         for key, chunk in needs(encoded, fit):
-            held = self._hand_over(name, self._saved.stored_key(key), chunk)
-            tensors[key, chunk] = assembly.tensor(self._saved.stored_key(key), chunk) if held is None else held
+            stored = self._saved.stored_key(key)
+            held = self._hand_over(name, stored, chunk)
+            tensors[key, chunk] = assembly.tensor(stored, chunk, slabs) if held is None else held
         if assembly.wants:
             transfer(self._source, self.manifest.files, assembly.wants, threads=self._threads)
             assembly.finish()
