@@ -133,7 +133,7 @@ def test_at_the_same_number_of_ranks_each_has_its_own_again() -> None:
 def test_other_state_that_differed_between_ranks_is_named_once() -> None:
     saved = [{"sums": {"x": torch.ones(1) * rank}, "same": {"x": torch.ones(1)}} for rank in range(2)]
     said = [hand_over(saved, {"sums": {}, "same": {}}, rank, 3) for rank in range(3)]
-    assert [len(lines) for lines in said] == [1, 0, 0] and "'sums' differed between the 2 rank(s)" in said[0][0]
+    assert [len(lines) for lines in said] == [1, 0, 0] and "'sums' differed between the 2 ranks" in said[0][0]
 
 
 def test_describing_a_generator_does_not_advance_it() -> None:

@@ -57,15 +57,12 @@ class Handover:
         if name not in restored.names:
             self._complain(f"{name!r} is not in {restored.manifest.name}: it keeps the state that it has")
             return False
-        if self._resized and restored.differs(name):
-            if generators.is_generator(obj):
-                step = restored.manifest.step
-                generators.reseed(obj, rng.derive(self._seed, "generator", name, step, self._rank))
-                return True
-            self._complain(
-                f"the state of {name!r} differed between the {restored.manifest.world_size} rank(s) that saved it; "
-                "here each of them has its own again, as far as there are so many, and new ones have that of rank 0"
-            )
+        if self._resized and generators.is_generator(obj) and restored.differs(name):
+            step = restored.manifest.step
+            generators.reseed(obj, rng.derive(self._seed, "generator", name, step, self._rank))
+            return True
+        if self._resized:
+            self._tell_resized(name, obj)
         try:
             state = restored.state(name, device_for(obj, self._device), fit_of(obj))
             put_back(obj, state)
@@ -75,6 +72,16 @@ class Handover:
                 hint="The script builds another object than the saved one. Undo that, or start anew (--fresh).",
             ) from error
         return True
+
+    def _tell_resized(self, name: str, obj: Any) -> None:
+        num_ranks = self._restored.manifest.world_size
+        if generators.is_generator(obj) and num_ranks == 1:
+            self._complain(f"{name!r} was saved by one rank: all ranks go on with its random numbers, the same on each")
+        elif self._restored.differs(name):
+            self._complain(
+                f"the state of {name!r} differed between the {num_ranks} ranks that saved it: here each of them has "
+                "its own again, as far as there are so many, and new ones have that of rank 0"
+            )
 
     def missing(self, tracked: Iterable[str]) -> list[str]:
         """Objects of the user's in the checkpoint that the run has not tracked."""
