@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from overnight.core.enums import LeaseState
-from overnight.core.models.spec import TrialConfig
 from overnight.core.states import LIVE_STATES
 from overnight.store import models
 
@@ -26,13 +25,17 @@ _OWNERS = (
 )
 _OF_IDS = _OWNERS.where(_TRIALS.c.id.in_(sa.bindparam("ids", expanding=True)))
 _OF_EXPERIMENT = _OWNERS.where(_TRIALS.c.experiment_id == sa.bindparam("experiment"))
-_NEWEST_CONFIG = (
-    sa.select(_TRIALS.c.config)
-    .where(_TRIALS.c.experiment_id == sa.bindparam("experiment"))
-    .order_by(_TRIALS.c.number.desc())
-    .limit(1)
+_NEWEST = (
+    sa.select(_TRIALS.c.experiment_id, sa.func.max(_TRIALS.c.number).label("number"))
+    .group_by(_TRIALS.c.experiment_id)
+    .subquery()
 )
-_EXPERIMENTS = sa.select(models.experiments.c.id, models.experiments.c.name).order_by(models.experiments.c.id)
+_NEWEST_CONFIGS = (
+    sa.select(_TRIALS.c.experiment_id, models.experiments.c.name, _TRIALS.c.config)
+    .join(_NEWEST, (_NEWEST.c.experiment_id == _TRIALS.c.experiment_id) & (_NEWEST.c.number == _TRIALS.c.number))
+    .join(models.experiments, models.experiments.c.id == _TRIALS.c.experiment_id)
+    .order_by(_TRIALS.c.experiment_id)
+)
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,8 @@ def quotas(conn: sa.Connection, default_bytes: int | None) -> dict[str, tuple[st
         default_bytes: Where the spec says nothing; None is no limit.
     """
     found: dict[str, tuple[str, int]] = {}
-    for experiment_id, name in conn.execute(_EXPERIMENTS).all():
-        config = conn.scalar(_NEWEST_CONFIG, {"experiment": experiment_id})
-        own = TrialConfig.model_validate(config).checkpoint_quota_bytes if config is not None else None
-        if (quota := own or default_bytes) is not None and config is not None:
-            found[experiment_id] = (name, quota)
+    for row in conn.execute(_NEWEST_CONFIGS):
+        quota = row.config.get("checkpoint_quota_bytes") or default_bytes
+        if quota is not None:
+            found[row.experiment_id] = (row.name, quota)
     return found

@@ -53,6 +53,7 @@ class Janitor:
         self._sweeper = sweeper or SweeperProcess()
         self._seen = 0
         self._pending: dict[str, None] = {}
+        self._later: dict[str, None] = {}
         self._surveys: dict[str, dict[str, Any]] = {}
         self._over: set[str] = set()
         self._changed = asyncio.Event()
@@ -136,9 +137,13 @@ class Janitor:
                 loop.call_soon_threadsafe(self._changed.set)
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        looked_at = -self._tick_seconds
         while True:
+            is_time = loop.time() - looked_at >= self._tick_seconds
+            looked_at = loop.time() if is_time else looked_at
             try:
-                await self._round()
+                await self._round(everything=is_time)
             except Exception:
                 log.exception("a round failed; the next one is in %g s", self._tick_seconds)
             with contextlib.suppress(TimeoutError):
@@ -147,19 +152,32 @@ class Janitor:
                     await asyncio.sleep(SETTLE_SECONDS)
             self._changed.clear()
 
-    async def _round(self) -> None:
+    async def _round(self, *, everything: bool) -> None:
+        """Tidies what has come to rest. With ``everything``, also what had to wait, and looks at all quotas."""
         await asyncio.to_thread(self._take_news)
-        pending, self._pending = self._pending, {}
-        for trial_id in pending:
+        if everything:
+            self._pending |= self._later
+            self._later = {}
+        experiments: set[str] = set()
+        for trial_id in list(self._pending):
+            del self._pending[trial_id]
             try:
-                if await self._tidy(trial_id):
-                    self._pending[trial_id] = None
+                if (owner := await self._resting(trial_id)) is not None:
+                    experiments.add(owner.experiment_id)
+                    if await self._tidy(owner):
+                        self._later[trial_id] = None
             except OvernightError as error:
                 log.warning("the checkpoints of %s were not tidied: %s", trial_id, error.message)
                 if error.retryable:
-                    self._pending[trial_id] = None
+                    self._later[trial_id] = None
+        if everything or experiments:
+            await self._look_at_quotas(None if everything else experiments)
+
+    async def _look_at_quotas(self, experiments: set[str] | None) -> None:
         limits = await asyncio.to_thread(self._read, lambda conn: places.quotas(conn, self._quota_bytes))
         for experiment_id, (name, quota_bytes) in limits.items():
+            if experiments is not None and experiment_id not in experiments:
+                continue
             try:
                 await self._enforce(experiment_id, name, quota_bytes)
             except OvernightError as error:
@@ -172,14 +190,11 @@ class Janitor:
                 self._pending.update(dict.fromkeys(event.trial_id for event in items if event.trial_id))
                 self._seen = items[-1].seq
 
-    async def _tidy(self, trial_id: str) -> bool:
-        """Sweeps a place if nobody works there; whether it is worth another look in a while."""
-        owner = await self._resting(trial_id)
-        if owner is None:
-            return False
-        self._surveys.pop(trial_id, None)
+    async def _tidy(self, owner: Owner) -> bool:
+        """Sweeps a place; whether it is worth another look in a while."""
+        self._surveys.pop(owner.trial_id, None)
         record = partial(self._record, owner, actor=ACTOR, reason="")
-        done = await self._sweeper.ask({"op": "sweep", "place": self._place(trial_id)}, record)
+        done = await self._sweeper.ask({"op": "sweep", "place": self._place(owner.trial_id)}, record)
         return bool(done["pinned"])
 
     async def _resting(self, trial_id: str) -> Owner | None:
