@@ -14,7 +14,7 @@ from house_lab import STEPS_PER_EPOCH, House, running_house, wait_for
 
 from overnight.core.enums import DeviceState, LeaseState, Outcome, TrialState
 from overnight.core.models.api import Trial
-from overnight.platform.identity import Identity as Announced
+from overnight.platform.identity import Holder as Announced
 
 pytestmark = pytest.mark.timeout(400)  # deadlines are inside; a busy machine must not matter
 LONG = {"epochs": 9, "every": 6}

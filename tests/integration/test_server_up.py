@@ -14,7 +14,7 @@ import pytest
 
 from overnight.core.errors import HomeHeldError, OvernightError
 from overnight.core.settings import Settings
-from overnight.platform.identity import Identity, holder, wait_until
+from overnight.platform.identity import Holder, holder, wait_until
 from overnight.platform.server.environment import settings_environment
 from overnight.platform.up import UpEvent, run_up, stop
 
@@ -96,7 +96,7 @@ def start(settings: Settings) -> Iterator[Callable[[], Up]]:
 
 
 def client_of(settings: Settings) -> httpx.Client:
-    found = Identity.parse(settings.paths.server_file.read_bytes())
+    found = Holder.parse(settings.paths.server_file.read_bytes())
     assert found is not None
     headers = {"Authorization": f"Bearer {settings.paths.token_file.read_text().strip()}"}
     return httpx.Client(base_url=str(found.facts["url"]), headers=headers, trust_env=False, timeout=30)
@@ -123,7 +123,7 @@ def test_ctrl_c_yields_the_workers_and_stops_everything(settings: Settings, star
     node = holder(settings.paths.node_lock)
     assert node is not None
     assert up.end() == 0
-    assert holder(settings.paths.server_lock) is None and not node.alive
+    assert holder(settings.paths.server_lock) is None and not node.alive()
     assert not _processes_of(settings), "no process may be left"
     again = start()
     again.until("server")
@@ -185,7 +185,7 @@ def test_a_killed_up_leaves_both_and_the_next_adopts_them(settings: Settings, st
     assert isinstance(adopted, dict) and isinstance(facts, dict)
     assert adopted["adopted"] is True and adopted["pid"] == server.pid and adopted["url"] == facts["url"]
     assert second.end() == 0
-    assert not server.alive and not node.alive
+    assert not server.alive() and not node.alive()
 
 
 def test_in_the_background_and_down(settings: Settings) -> None:

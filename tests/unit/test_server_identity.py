@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from overnight.core.errors import HomeHeldError
-from overnight.platform.identity import Identity, LockFile, boot_id, holder, start_time, wait_until, write_atomic
+from overnight.platform.identity import Holder, LockFile, holder, wait_until, write_atomic
+from overnight.platform.node.identity import Identity, boot_id
 
 HOLD = """
 import sys, pathlib
@@ -64,7 +65,7 @@ def test_sigkill_frees_the_lock_at_once(tmp_path: Path) -> None:
 
 def test_probing_does_not_make_an_acquirer_fail(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
-    path.write_text(Identity(999_999_999, 1, boot_id()).to_json())
+    path.write_text(Holder(999_999_999, 1, boot_id()).to_json())
     probe = os.open(path, os.O_RDONLY)
     fcntl.flock(probe, fcntl.LOCK_SH)
     timer = threading.Timer(0.05, os.close, [probe])
@@ -74,26 +75,25 @@ def test_probing_does_not_make_an_acquirer_fail(tmp_path: Path) -> None:
 
 
 def test_a_reused_pid_is_not_the_same_process() -> None:
-    me = Identity.current()
-    assert me.alive
-    assert not Identity(me.pid, me.start - 1, me.boot).alive
-    assert not Identity(me.pid, me.start, "another-boot").alive
+    me = Holder.current()
+    assert me.alive()
+    assert not Holder(me.pid, me.start - 1, me.boot).alive()
+    assert not Holder(me.pid, me.start, "another-boot").alive()
 
 
 def test_a_zombie_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    start = start_time(child.pid)
-    assert start is not None
+    assert Identity.of(child.pid) is not None
     os.kill(child.pid, signal.SIGKILL)
     try:
-        assert wait_until(lambda: start_time(child.pid) is None, 5)
+        assert wait_until(lambda: Identity.of(child.pid) is None, 5)
     finally:
         child.communicate()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": 1}', '{"pid": "x", "start": 1, "boot": ""}', "7"])
 def test_half_written_identities_are_none(text: str) -> None:
-    assert Identity.parse(text) is None
+    assert Holder.parse(text) is None
 
 
 def test_update_keeps_older_facts(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from overnight.core.errors import HomeHeldError
+from overnight.platform.node.identity import Identity
 
 SETTLE_SECONDS = 1.0
 """How long a lock may be held by somebody whose identity cannot be read yet (it is writing it, or only probing)."""
@@ -26,62 +26,34 @@ SETTLE_SECONDS = 1.0
 _POLL_SECONDS = 0.01
 
 
-@cache
-def boot_id() -> str:
-    """This boot of the machine, so that a pid file from before a reboot never matches."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def start_time(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if there is none, or only a zombie is left."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 @dataclass(frozen=True)
-class Identity:
-    """A process, named so that it cannot be confused with a later one of the same pid.
+class Holder(Identity):
+    """A process that holds a file, and what it says there about itself.
 
     Attributes:
-        pid: Process id.
-        start: Start time in clock ticks since boot.
-        boot: Boot id of the machine.
-        facts: What else its holder tells: ``since``, ``url``, ``socket`` …
+        facts: Such as ``since``, ``url``, ``socket`` …
     """
 
-    pid: int
-    start: int
-    boot: str
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def current(cls, **facts: Any) -> "Identity":
+    def current(cls, **facts: Any) -> "Holder":
         """The calling process."""
-        start = start_time(os.getpid())
-        assert start is not None
-        return cls(os.getpid(), start, boot_id(), facts)
+        return replace(cls.mine(), facts=facts)
 
     @classmethod
-    def parse(cls, text: str | bytes) -> "Identity | None":
-        """The identity in a file's text; None if it is not (yet) whole."""
+    def parse(cls, text: str | bytes) -> "Holder | None":
+        """The holder in a file's text; None if it is not (yet) whole."""
         try:
             data = json.loads(text)
-            pid, start, boot = int(data.pop("pid")), int(data.pop("start")), str(data.pop("boot"))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            found = cls.from_dict(data)
+        except (ValueError, TypeError, KeyError):
             return None
-        return cls(pid, start, boot, data)
+        return replace(found, facts={name: fact for name, fact in data.items() if name not in found.to_dict()})
 
     def to_json(self) -> str:
         """One line of JSON, the inverse of :meth:`parse`."""
-        return json.dumps({"pid": self.pid, "start": self.start, "boot": self.boot, **self.facts})
-
-    @property
-    def alive(self) -> bool:
-        """Whether exactly this process still lives."""
-        return self.boot == boot_id() and start_time(self.pid) == self.start
+        return json.dumps({**self.to_dict(), **self.facts})
 
     def __str__(self) -> str:
         since = f", since {self.facts['since']}" if "since" in self.facts else ""
@@ -92,7 +64,7 @@ class Identity:
 class LockFile:
     """An ``flock`` held by this process, on a file that says who it is. Make it with :meth:`acquire`."""
 
-    def __init__(self, path: Path, fd: int, identity: Identity) -> None:
+    def __init__(self, path: Path, fd: int, identity: Holder) -> None:
         self.path = path
         self.identity = identity
         self._fd = fd
@@ -117,21 +89,19 @@ class LockFile:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                other = Identity.parse(os.pread(fd, 65536, 0))
-                if (other is not None and other.alive) or time.monotonic() > deadline:
+                other = Holder.parse(os.pread(fd, 65536, 0))
+                if (other is not None and other.alive()) or time.monotonic() > deadline:
                     os.close(fd)
                     raise _held(path, what, other) from None
                 time.sleep(_POLL_SECONDS)
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        lock = cls(path, fd, Identity.current(since=since, **facts))
+        lock = cls(path, fd, Holder.current(since=since, **facts))
         lock._write()
         return lock
 
     def update(self, **facts: Any) -> None:
         """Adds facts to what the file says."""
-        self.identity = Identity(
-            self.identity.pid, self.identity.start, self.identity.boot, {**self.identity.facts, **facts}
-        )
+        self.identity = replace(self.identity, facts={**self.identity.facts, **facts})
         self._write()
 
     def release(self) -> None:
@@ -147,7 +117,7 @@ class LockFile:
         os.pwrite(self._fd, data, 0)
 
 
-def _held(path: Path, what: str, other: Identity | None) -> HomeHeldError:
+def _held(path: Path, what: str, other: Holder | None) -> HomeHeldError:
     who = str(other) if other is not None else "a process that does not say who it is"
     return HomeHeldError(
         f"the home {path.parent} is held by another {what}: {who}",
@@ -157,7 +127,7 @@ def _held(path: Path, what: str, other: Identity | None) -> HomeHeldError:
     )
 
 
-def holder(path: Path) -> Identity | None:
+def holder(path: Path) -> Holder | None:
     """Who holds the lock file, or None if nobody alive does. Never blocks longer than :data:`SETTLE_SECONDS`."""
     deadline = time.monotonic() + SETTLE_SECONDS
     try:
@@ -170,8 +140,8 @@ def holder(path: Path) -> Identity | None:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
             except BlockingIOError:
-                found = Identity.parse(os.pread(fd, 65536, 0))
-            if found is not None and found.alive:
+                found = Holder.parse(os.pread(fd, 65536, 0))
+            if found is not None and found.alive():
                 return found
             if time.monotonic() > deadline:
                 return None

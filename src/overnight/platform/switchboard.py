@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from overnight.core.settings import Settings
-from overnight.platform.identity import Identity
+from overnight.platform.identity import Holder
 from overnight.platform.server.tokens import read_token
 
 TIMEOUT_SECONDS = 5.0
@@ -34,7 +34,7 @@ class Switchboard:
 
     def _call(self, method: str, path: str, body: Any = None, token: str | None = None) -> dict[str, Any] | None:
         try:
-            found = Identity.parse(self._home.server_file.read_bytes())
+            found = Holder.parse(self._home.server_file.read_bytes())
             url = urlsplit(str(found.facts["url"]) if found else "")
             headers = {"Connection": "close"}
             if token is not None:

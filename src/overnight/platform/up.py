@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from overnight.core.errors import BadTokenFileError, SetupError
 from overnight.core.settings import Settings
-from overnight.platform.identity import Identity, LockFile, boot_id, held, holder, start_time
+from overnight.platform.identity import Holder, LockFile, held, holder
 from overnight.platform.node import client as node_client
+from overnight.platform.node.identity import Identity, boot_id
 from overnight.platform.server.environment import settings_environment
 from overnight.platform.server.exits import error_of, is_final
 from overnight.platform.server.tokens import ensure_token, read_token
@@ -137,7 +138,7 @@ class _Up:
                 ],
                 setsid=True,
             )
-        self._server = Watched(Identity(pid, start_time(pid) or 0, boot_id()), os.pidfd_open(pid))
+        self._server = Watched(Identity.of(pid) or Identity(pid, 0, boot_id()), os.pidfd_open(pid))
         return _Launched(self._server, adopted=False, said_from=said_from)
 
     def _ready(self, launched: "_Launched") -> None:
@@ -355,9 +356,9 @@ def _stop_node(settings: Settings, node: Watched, seconds: float, impatient: Cal
     node.close()
 
 
-def _announced(path: Path) -> Identity | None:
+def _announced(path: Path) -> Holder | None:
     try:
-        return Identity.parse(path.read_bytes())
+        return Holder.parse(path.read_bytes())
     except OSError:
         return None
 

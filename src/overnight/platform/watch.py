@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
-from overnight.platform.identity import Identity
+from overnight.platform.node.identity import Identity
 
 
 class Watched:
@@ -26,7 +26,7 @@ class Watched:
             fd = os.pidfd_open(identity.pid)
         except OSError:
             return None
-        if identity.alive:
+        if identity.alive():
             return cls(identity, fd)
         os.close(fd)
         return None

@@ -13,7 +13,7 @@ import httpx
 
 from overnight.core.models.node import DeviceReport, NodeHello, SpoolPost
 from overnight.core.paths import Home
-from overnight.platform.identity import Identity
+from overnight.platform.identity import Holder
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
@@ -109,9 +109,9 @@ class RunningServer:
             self._client = httpx.Client(base_url=self.url, headers=headers, timeout=70.0, trust_env=False)
         return self._client
 
-    def _announced(self) -> Identity | None:
+    def _announced(self) -> Holder | None:
         try:
-            found = Identity.parse(self.home.server_file.read_bytes())
+            found = Holder.parse(self.home.server_file.read_bytes())
         except OSError:
             return None
         return found if self.process is not None and found is not None and found.pid == self.process.pid else None

@@ -11,17 +11,17 @@ from typing import Any
 from overnight.core.errors import SetupError
 from overnight.core.paths import Home
 from overnight.core.settings import Settings
-from overnight.platform.identity import Identity, holder
+from overnight.platform.identity import Holder, holder
 
 START_SECONDS = 30.0
 
 
-def find_daemon(home: Home) -> Identity | None:
+def find_daemon(home: Home) -> Holder | None:
     """The living daemon of a home, or None."""
     return holder(home.node_lock)
 
 
-def spawn_daemon(settings: Settings) -> Identity:
+def spawn_daemon(settings: Settings) -> Holder:
     """Starts the daemon in a session of its own and waits until it serves. If one lives already, that one is returned.
 
     Raises:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
 @lru_cache(maxsize=1)
@@ -55,13 +55,13 @@ class Identity:
     boot: str
 
     @classmethod
-    def of(cls, pid: int) -> "Identity | None":
+    def of(cls, pid: int) -> Self | None:
         """The identity of a living process; None if it is gone or a zombie."""
         stat = read_stat(pid)
         return None if stat is None or stat.state in "ZX" else cls(pid, stat.start, boot_id())
 
     @classmethod
-    def mine(cls) -> "Identity":
+    def mine(cls) -> Self:
         """This process."""
         found = cls.of(os.getpid())
         if found is None:
@@ -69,7 +69,7 @@ class Identity:
         return found
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Identity":
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         """Reads what :meth:`to_dict` wrote; further keys are ignored."""
         return cls(int(data["pid"]), int(data["start"]), str(data["boot"]))
 
@@ -79,7 +79,8 @@ class Identity:
 
     def alive(self) -> bool:
         """Whether this very process still runs. A zombie does not."""
-        return Identity.of(self.pid) == self
+        now = Identity.of(self.pid)
+        return now is not None and (now.start, now.boot) == (self.start, self.boot)
 
     def pidfd(self) -> int | None:
         """A file descriptor that becomes readable when the process ends; None if it has ended.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from overnight.core.errors import PortTakenError, SetupError
 from overnight.core.settings import Settings
-from overnight.platform.identity import Identity, write_atomic
+from overnight.platform.identity import Holder, write_atomic
 
 BACKLOG = 2048
 
@@ -57,7 +57,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def announce(path: Path, identity: Identity) -> None:
+def announce(path: Path, identity: Holder) -> None:
     """Writes ``server.json``: from now on clients, nodes and supervisors find this server."""
     write_atomic(path, identity.to_json())
 
