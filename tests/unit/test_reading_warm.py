@@ -129,7 +129,7 @@ def test_only_what_fits(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(wide[0][1].bias, build(0.5)[0][1].bias), "the same shape"
     assert torch.equal(wide[0][0].weight, build(9.0, width=5)[0][0].weight), "another shape"
     said = capsys.readouterr().err
-    assert "0.weight stays as it is" in said and "warm start from step-5.attempt-1.1" in said
+    assert "0.weight stays as it is" in said and "checkpoints/step-5.attempt-1.1: model" in said
 
 
 def test_a_file_that_would_execute_something_is_refused(home: Path) -> None:

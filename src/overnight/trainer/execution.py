@@ -44,8 +44,10 @@ from overnight.trainer.start import (
     open_record,
     pick_device,
     read_inputs,
+    reader_of,
     tell_differences,
 )
+from overnight.trainer.warm import WarmStart, What
 
 RUN = f"{INTERNAL}run"
 RNG = f"{INTERNAL}rng"
@@ -133,6 +135,7 @@ class Run:
         group, self._owns_group = join_group(environment, self.device)
         self._metrics = Metrics(self._link, self._ledger, self.rank, group)
         self._agreement = Agreement(group, self._metrics.journal)
+        self._reader = reader_of(environment, group)
         self._origin = claim_origin(inputs, group)
         self.resumed = self._origin.restored is not None
         if self.rank == 0:
@@ -240,6 +243,40 @@ class Run:
         with self._ledger.within("restore"):
             for name, obj in objects.items():
                 self._saver.track(name, obj)
+
+    def warm_start(
+        self,
+        *,
+        from_trial: str | None = None,
+        step: int | None = None,
+        path: str | Path | None = None,
+        what: What = "weights",
+        strict: bool = True,
+    ) -> list[str]:
+        """Fills what is tracked from another run's checkpoint, or from a file; a resumed run has its state already.
+
+        Step, order of data and random numbers are not taken over. All ranks call it.
+
+        Args:
+            from_trial: Name or id of another trial of this home; under overnight only.
+            step: Which of its checkpoints; without, its newest good one.
+            path: Instead: a checkpoint or checkpoint place, or a ``torch.save`` or ``.safetensors`` file.
+            what: ``"weights"`` fills modules only, ``"all"`` every tracked object that is there.
+            strict: Modules must fit exactly. Otherwise what fits is taken, and the rest is named.
+
+        Returns:
+            Names of the objects that were filled; none in a resumed run.
+
+        Raises:
+            BadInputError, NotFoundError: There is no such source, or nothing in it for this run.
+            CheckpointError: The source is damaged, or does not fit.
+        """
+        if self.resumed:
+            return []
+        with self._ledger.within("restore"):
+            holder = f"warm start of {self._origin.environment.trial_name or self.trial_dir}"
+            start = WarmStart(self._saver.tracked, self.device, self._reader, self.trial_dir, holder)
+            return start.begin(from_trial=from_trial, step=step, path=path, what=what, strict=strict)
 
     def log(self, values: Values = None, /, *, reduce: Reduce = "mean", **more_values: Any) -> None:
         """Records metrics at :attr:`step`; tensors are kept and fetched at a later boundary, so nothing waits here.
@@ -496,6 +533,8 @@ class Run:
             tell_differences(restored.manifest, self.device, self.world_size)
             for name in self._saver.missing():
                 complain(f"{name!r} is in {restored.manifest.name}, but this run does not track it")
+        if restored is not None:
+            restored.release()
 
     def _put_gradients_back(self, restored: Restored) -> None:
         """Goes on in the middle of an accumulation by the script; each rank's gradients are of its own samples."""

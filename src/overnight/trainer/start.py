@@ -148,7 +148,7 @@ def claim_origin(inputs: Inputs, group: dist.ProcessGroup | None) -> Origin:
     place = open_place(str(environment.checkpoints))
     _ignore_in_git(environment)
 
-    restored = None if inputs.fresh else open_newest(place, _reader(environment, group))
+    restored = None if inputs.fresh else open_newest(place, reader_of(environment, group))
     parent = restored.manifest.name if restored is not None else None
 
     def decide() -> dict[str, Any]:
@@ -163,7 +163,7 @@ def claim_origin(inputs: Inputs, group: dist.ProcessGroup | None) -> Origin:
     return Origin(environment, place, Token(decision["attempt"], environment.generation), parent, restored)
 
 
-def _reader(environment: Environment, group: dist.ProcessGroup | None) -> Reader:
+def reader_of(environment: Environment, group: dist.ProcessGroup | None) -> Reader:
     """This rank among those that read a checkpoint together."""
     if group is None:
         return ALONE

@@ -80,7 +80,7 @@ class WarmStart:
         source = self._agree(from_trial, step, path)
         if Path(source).is_file():
             return self._from_file(Path(source), wanted, strict)
-        with opened(source, self.holder) as (restored, manifest):
+        with opened(source, self.holder) as (restored, _):
             names = [name for name in wanted if name in restored.names]
             self._require(names, source, [name for name in restored.names if not name.startswith("$")])
 
@@ -88,7 +88,7 @@ class WarmStart:
                 obj = wanted[name]
                 return restored.state(name, device_for(obj, self.device), fit_of(obj))
 
-            self._fill({name: state for name in names}, f"{manifest.name} of {source}", strict)
+            self._fill({name: state for name in names}, source, strict)
         return names
 
     def _wanted(self, what: What) -> dict[str, Any]:
