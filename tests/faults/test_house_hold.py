@@ -120,7 +120,7 @@ def test_after_ctrl_c_the_next_up_goes_on_from_where_they_yielded(house: House) 
     house.check_as_undisturbed(trials)
 
 
-def test_a_gang_that_loses_a_rank_is_ended_and_retried_as_a_whole(house: House) -> None:
+def test_a_gang_that_loses_a_rank_starts_again_as_a_whole_without_leaving_its_lease(house: House) -> None:
     gang = house.submit(seed=21, compute=Compute(gpus=2))
     saved = house.until_saved(gang)
     pids = house.pids(saved)
@@ -128,10 +128,11 @@ def test_a_gang_that_loses_a_rank_is_ended_and_retried_as_a_whole(house: House) 
     os.kill(pids["ranks"][1].pid, signal.SIGKILL)
     wait_for(lambda: not any(one.alive() for one in pids["ranks"]), "the other rank is ended too", 60)
     (trial,) = house.completed([gang])
-    assert trial.attempts_made == 2, house.story(trial)
-    lost = trial.attempts[0]
-    assert lost.outcome is Outcome.INFRA_FAULT and lost.exit_codes[1] == -signal.SIGKILL, house.story(trial)
-    assert min(c.step for c in trial.checkpoints if c.attempt == 2) > saved.checkpoints[-1].step, "it started over"
+    assert (trial.attempts_made, trial.retries_used, trial.attempts[0].generation) == (1, 0, 2), house.story(trial)
+    assert min(c.step for c in trial.checkpoints if c.generation == 2) > saved.checkpoints[-1].step, "it started over"
+    (restarted,) = [event for event in house.events() if event.kind == "attempt.restarted"]
+    assert (restarted.trial_id, restarted.cause) == (gang, "rank 1 was ended by SIGKILL")
+    assert "1 restart inside an attempt" in house.cli("show", trial.name)
     house.check_as_undisturbed([gang])
 
 

@@ -75,6 +75,8 @@ def play(root: Path, *, seed: int, num_trials: int, each: int) -> None:
         trials = house.completed([plain, *trained])
         assert not killer.pending, f"the trials ended too soon: {killer.pending} not killed"
         assert sum(trial.attempts_made - 1 for trial in trials) >= each, f"too little interrupted by {killer.done}"
+        restarts = sum(attempt.generation - 1 for trial in trials for attempt in trial.attempts)
+        assert restarts > 0, f"no ranks started again inside their attempt after {killer.done}"
         house.check_as_undisturbed(trained)
         check(house, plain)
 
