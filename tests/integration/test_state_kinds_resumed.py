@@ -1,6 +1,7 @@
 """Trials with optimizers of every kind end with the bits of undisturbed ones, from saves made behind their training."""
 
 import json
+import pickle
 import re
 import signal
 from pathlib import Path
@@ -41,3 +42,13 @@ def test_a_kill_and_a_yield_change_no_bit(lab: Lab, tmp_path: Path, kind: str) -
     assert re.findall(r"resumed at step (\d+)", log) == [first, "9"]
     assert final(folder) == final(tmp_path / "undisturbed")
     assert "not tracked" not in log
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_kind_of_value_goes_through_a_checkpoint_on_disk(lab: Lab, tmp_path: Path, ranks: int) -> None:
+    script = SCRIPT.with_name("trainer_everything.py")
+    for resumed in (False, True):
+        assert lab.run(script, tmp_path, ranks=ranks) == [0] * ranks, (tmp_path / "log").read_text()[-4000:]
+        for rank in range(ranks):
+            before = pickle.loads((tmp_path / f"seen-False-{rank}").read_bytes())
+            assert pickle.loads((tmp_path / f"seen-{resumed}-{rank}").read_bytes()) == before
