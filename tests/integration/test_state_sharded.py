@@ -112,3 +112,10 @@ def test_a_plain_model_and_a_sharded_one_read_each_others_checkpoints(lab: Lab, 
     at_save = values(tmp_path)
     run(lab, tmp_path, 2)
     assert values(tmp_path, "resumed-2") == at_save
+
+
+def test_fsdp_over_tensor_parallelism(lab: Lab, tmp_path: Path) -> None:
+    script = SCRIPT.with_name("trainer_tensor_parallel.py")
+    assert lab.run(script, tmp_path, ranks=4, env={"WIDTH": "8"}) == [0] * 4, (tmp_path / "log").read_text()[-4000:]
+    assert lab.run(script, tmp_path, ranks=4, env={"WIDTH": "6"}) == [3] * 4, (tmp_path / "log").read_text()[-4000:]
+    assert "net.0.weight: a DTensor (6, 6) is sharded 4 ways" in (tmp_path / "log").read_text()
