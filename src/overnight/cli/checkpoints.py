@@ -97,14 +97,11 @@ def _table(items: "Sequence[StoredCheckpoint]") -> "Table":
     from overnight.core.sizes import show_bytes
     from overnight.tui import format as look
 
-    result = render.table(
-        "checkpoint", "step", "saved", "size", "ranks", "why", "role", "stays", right=("step", "size", "ranks")
-    )
+    result = render.table("checkpoint", "saved", "size", "ranks", "why", "role", "stays", right=("size", "ranks"))
     for item in items:
         stays = f"read by {item.pinned_by}" if item.pinned_by else item.kept_as
         result.add_row(
             look.plain(item.name),
-            str(item.step),
             render.ago(datetime.fromisoformat(item.created_at)) if item.created_at else "-",
             show_bytes(item.bytes),
             str(item.world_size or "-"),

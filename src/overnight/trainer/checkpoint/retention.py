@@ -68,23 +68,25 @@ class Retention:
         summaries = sorted(found, key=lambda summary: summary.name)
         reasons: dict[CheckpointName, str] = {}
         for summary in summaries[-self.keep :]:
-            reasons[summary.name] = f"among the newest {self.keep}"
+            reasons[summary.name] = f"newest {self.keep}"
         for place, summary in enumerate(self.best_of(summaries), 1):
             assert self.best is not None
             metric = self.best[0]
-            reasons.setdefault(summary.name, f"number {place} by {metric} ({summary.metrics[metric]:g})")
-        for name in self._milestones(summary.name for summary in summaries):
-            reasons.setdefault(name, f"the first from a multiple of {self.keep_every} on")
+            reasons.setdefault(summary.name, f"best {place} by {metric} ({summary.metrics[metric]:g})")
+        for step, name in self._milestones(summary.name for summary in summaries).items():
+            reasons.setdefault(name, f"first from step {step} on")
         return reasons
 
-    def _milestones(self, names: Iterable[CheckpointName]) -> list[CheckpointName]:
-        if self.keep_every is None:
-            return []
+    def _milestones(self, names: Iterable[CheckpointName]) -> dict[int, CheckpointName]:
+        """The first checkpoint at or after each multiple of ``keep_every``, by that multiple."""
         first: dict[int, CheckpointName] = {}
+        if self.keep_every is None:
+            return first
         for name in names:
-            if (number := name.step // self.keep_every) > 0:
-                first[number] = min(name, first.get(number, name), key=lambda one: (one.step, one.token, one.save))
-        return list(first.values())
+            multiple = name.step - name.step % self.keep_every
+            if multiple > 0:
+                first[multiple] = min(name, first.get(multiple, name), key=lambda one: (one.step, one.token, one.save))
+        return first
 
     def best_of(self, found: Iterable[Summary]) -> list[Summary]:
         """The best checkpoints by the metric, best first; empty if the rules name none."""
