@@ -17,6 +17,7 @@ from overnight.trainer.checkpoint.pins import PinWatch, pin
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
 from overnight.trainer.checkpoint.reading.finding import newest_good
 from overnight.trainer.checkpoint.reading.lineage import lineage
+from overnight.trainer.checkpoint.remote import open_remote
 from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.survey import survey
 from overnight.trainer.checkpoint.sweep import choose, mark, sweep
@@ -202,6 +203,26 @@ def test_whatever_happened_a_new_start_finds_the_same_checkpoint_after_a_sweep(
         assert tidy(place) == []
     finally:
         shutil.rmtree(root)
+
+
+def test_a_store_behind_fsspec_is_tidied_alike(forked: LocalPlace, tmp_path: Path) -> None:
+    lay(forked, 45, Token(2), bases=[BASE])
+    lay(forked, 50, Token(1), bases=[OTHER_BASE])
+    (forked.root / "step-60.attempt-1.1.partial").mkdir()
+    (forked.root / "step-60.attempt-1.1.partial" / "rank-0.json").write_text("{}")
+    shutil.copytree(forked.root, tmp_path / "bucket")
+    remote, watch = open_remote(f"local://{tmp_path / 'bucket'}"), PinWatch()
+    with (
+        pin(remote, CheckpointName(30, Token(1)), "evaluation"),
+        pin(forked, CheckpointName(30, Token(1)), "evaluation"),
+    ):
+        found = survey(remote, watch)
+        assert [row.to_json() for row in found.rows] == [row.to_json() for row in survey(forked).rows]
+        gone = sorted(deletion.entry for deletion in sweep(found, mark(found, at_rest=True), watch))
+        assert gone == sorted(tidy(forked))
+    assert OTHER_BASE in gone and "step-60.attempt-1.1.partial" in gone
+    assert [row.name for row in survey(remote).rows] == forked.checkpoints()
+    assert remote.bases() == forked.bases() == [BASE]
 
 
 def test_the_process_answers_in_lines_and_ends_with_its_input(forked: LocalPlace) -> None:
