@@ -294,17 +294,19 @@ def status(pid: int, field: str) -> int:
     return 0
 
 
-def own_memory() -> int:
-    """Bytes of this process and those below it, shared memory counted once."""
-    below = sum(status(pid, "RssAnon") for pid in processes_below(os.getpid()))
-    return status(os.getpid(), "VmRSS") + below
+def others_memory() -> int:
+    """Private memory of the processes below this one, and what they and this one share beyond what this one touched."""
+    below = processes_below(os.getpid())
+    own = status(os.getpid(), "RssShmem")
+    shared = max([own, *(status(pid, "RssShmem") for pid in below)])  # the same pages in each: they count once
+    return shared - own + sum(status(pid, "RssAnon") for pid in below)
 
 
 def peak_of(act: Callable[[], None]) -> int:
-    """Highest memory of this process while something is done, and what processes below it hold at its end; bytes."""
+    """Highest memory of this process while something is done, and what those below it hold at its end; bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     act()
-    return status(os.getpid(), "VmHWM") + sum(status(pid, "RssAnon") for pid in processes_below(os.getpid()))
+    return status(os.getpid(), "VmHWM") + others_memory()
 
 
 def staging(size: str) -> dict[str, Any]:
@@ -352,7 +354,7 @@ def many(size: str, saves: int) -> dict[str, Any]:
             next(bodies)
             training.update()
             finish(handle)  # else those that come while it writes would be one
-            seen.append(own_memory())
+            seen.append(status(os.getpid(), "VmRSS") + others_memory())
     early, late = statistics.median(seen[few : 2 * few]), statistics.median(seen[-few:])
     return {"growth": (late - early) / SIZES[size].num_bytes}
 
@@ -364,15 +366,15 @@ def frozen(size: str, saves: int) -> dict[str, Any]:
         training = Training(Size(300, int((SIZES[size].num_bytes / 1200) ** 0.5), 4), frozen_share=0.99)
         run.track(model=training.model, optimizer=training.optimizer)
         total = sum(t.numel() * t.element_size() for t in training.tensors())
-        shares, known = [], set()
+        shares: list[float] = []
+        known: set[Path] = set()
         for _ in range(saves + 1):
             for _ in run.steps(1):
                 training.update()
             finish(run.save())
-            files = {path: path.stat() for path in Path(name).rglob("*") if path.is_file()}
-            new = [found.st_size for found in files.values() if found.st_ino not in known]
-            known = {found.st_ino for found in files.values()}
-            shares.append(sum(new) / total)
+            files = {path: path.stat().st_size for path in Path(name).rglob("*") if path.is_file()}
+            shares.append(sum(size for path, size in files.items() if path not in known) / total)
+            known = set(files)
     return {"shares": shares[1:], "first": shares[0]}
 
 
