@@ -420,7 +420,7 @@ def test_a_step_in_a_forked_process_does_not_wait(stager: Stager) -> None:
 
 def test_a_thousand_saves_take_no_more_memory_than_the_first(stager: Stager) -> None:
     """C18."""
-    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(20)])
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     objects = {"model": model, "optimizer": optimizer}
     for param in model.parameters():

@@ -75,7 +75,7 @@ class Stager:
         self._worker = Worker("overnight-staging")
         self._copied = threading.Event()
         self._copied.set()
-        self._watched: tuple[Probe, list[str]] | None = None
+        self._watched: tuple[Probe, list[str], object] | None = None
         self._devices = DeviceCopies(random)
         self._graphed: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hook: Any = None
@@ -133,22 +133,22 @@ class Stager:
         layout, arena = self._place(encoded, objects, owned)
         later = layout.pick(leaves, Way.LATER)
         addresses = [leaf.tensor.data_ptr() for leaf in later]
+        memory = [leaf.tensor.untyped_storage() for leaf in later]  # alive even if the tensors are given another
         try:
             self._copy_now(layout, arena, leaves, owned)
             probe = self._look(layout, addresses)
         except OSError as error:
             raise no_memory(layout.size, error) from error
         watched = [layout.names[index] for index in layout.members(Way.LATER)]
-        self._watched = (probe, watched) if probe is not None else None
+        self._watched = (probe, watched, memory) if probe is not None else None
         self._copied.clear()
         staged = Staged(arena, layout.pieces)
 
         def copy() -> None:
             try:
                 layout.groups[Way.LATER].write(arena.fileno(), addresses)
-                later.clear()  # until here it kept the memory at the addresses alive
                 self._judge(staged, probe, watched)
-            except (OSError, RuntimeError) as error:
+            except Exception as error:  # whatever it is, the loop must hear of it, and must not wait for ever
                 staged.error = error
             finally:
                 self._copied.set()
@@ -162,8 +162,8 @@ class Stager:
         self._copied.wait()
         self._devices.before_step()
         if self._watched is not None:
-            (probe, names), self._watched = self._watched, None
-            with suppress(OSError):  # too late to spoil this copy, but it may come earlier next time
+            (probe, names, _), self._watched = self._watched, None
+            with suppress(OSError):  # a change now is too late to spoil the copy, but may come earlier next time
                 self.restless.update(names[index] for index in probe.changed_source())
 
     def close(self) -> None:

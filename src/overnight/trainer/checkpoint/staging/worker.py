@@ -27,8 +27,12 @@ class Worker:
         self._tasks.put(task)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            task = self._tasks.get()
+            if task is None:
+                return
             task()
+            del task  # with all that it refers to, instead of keeping it until the next one comes
 
     def close(self) -> None:
         """Ends the thread behind the tasks that are queued. Safe to call twice."""
