@@ -222,7 +222,7 @@ class _Encoder:
             return self._opaque(tensor, path)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        on = tensor.device.type
+        on = "cpu" if tensor.is_cpu else tensor.device.type  # the latter takes 0.7 us
         return {_MARK: "tensor", "key": self._leaf(tensor, path, on), "on": on, "shape": list(tensor.shape)}
 
     def _shard(self, tensor: "DTensor", path: str) -> Json:
@@ -250,12 +250,15 @@ class _Encoder:
         at: tuple[int, ...] | None = None,
     ) -> str:
         memory = tensor.data_ptr() or tensor.untyped_storage()._cdata
-        here = self._by_memory.setdefault(memory, [])
-        leaf = Leaf(self._unused(path), tensor, on, whole, at)
-        for other in here:
-            if _same(leaf, other):
-                return other.key
-        here.append(leaf)
+        leaf = Leaf(path if path not in self.leaves else self._unused(path), tensor, on, whole, at)
+        here = self._by_memory.get(memory)
+        if here is None:
+            self._by_memory[memory] = [leaf]
+        else:
+            for other in here:
+                if _same(leaf, other):
+                    return other.key
+            here.append(leaf)
         self.leaves[leaf.key] = leaf
         return leaf.key
 
