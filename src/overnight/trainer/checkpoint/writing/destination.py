@@ -75,6 +75,13 @@ class Destination(ABC):
         """
 
     @abstractmethod
+    def clean(self, manifest: Manifest) -> None:
+        """Removes what the ranks of a published checkpoint told each other, and what killed writers left in it.
+
+        Not before: whoever takes over from a dead writer needs it until the checkpoint is published.
+        """
+
+    @abstractmethod
     def is_published(self, name: CheckpointName) -> bool:
         """Whether it is visible."""
 
@@ -127,8 +134,6 @@ class LocalDestination(Destination):
         for entry in self.place.entries(folder.name):
             if entry.startswith("abort-"):
                 raise SaveFailedError(f"rank {entry[6:-5]} has given up")
-            if entry not in manifest.files:  # what the ranks told each other, and what a killed writer left
-                self.place.remove(f"{folder.name}/{entry}")
         sizes = self.place.sizes(folder.name)
         for name, described in manifest.files.items():
             if not name.startswith("../") and sizes.get(name) != described.size:
@@ -141,6 +146,14 @@ class LocalDestination(Destination):
         refuse_stale(self.place, token)
         folder.rename(self.place.path(manifest.name))
         sync_directory(self.place.root)
+        self.clean(manifest)
+
+    def clean(self, manifest: Manifest) -> None:
+        folder = str(manifest.name)
+        with contextlib.suppress(OSError):  # only rubbish stays
+            for entry in self.place.entries(folder):
+                if entry not in manifest.files and entry != MANIFEST:
+                    self.place.remove(f"{folder}/{entry}")
 
     def is_published(self, name: CheckpointName) -> bool:
         return self.place.path(name).exists()
@@ -203,8 +216,11 @@ class RemoteDestination(Destination):
                 raise SaveFailedError(f"rank {entry[6:-5]} has given up")
         refuse_stale(self.place, token)
         self.add(manifest.name, MANIFEST, manifest.to_bytes())
-        with contextlib.suppress(Exception):  # it is committed: whatever the driver raises, only rubbish stays
-            self.place.remove(meeting)
+        self.clean(manifest)
+
+    def clean(self, manifest: Manifest) -> None:
+        with contextlib.suppress(Exception):  # whatever the driver raises, only rubbish stays
+            self.place.remove(partial_name(manifest.name))
 
     def is_published(self, name: CheckpointName) -> bool:
         return MANIFEST in self.place.sizes(str(name))

@@ -190,7 +190,11 @@ class Save:
             return self._published()
         self._refuse()
         self._learn()
-        part = self._noted() or self._make_part()
+        part = self._noted()
+        if part is None and self._is_published():  # and its notes taken away, a moment ago
+            self._released(0)
+            return self._published()
+        part = part or self._make_part()
         if part is None:
             self._released(0)
             return self._history.newest[0] if self._history.newest else None
@@ -414,7 +418,11 @@ class Save:
 
     def _published(self) -> Manifest | None:
         """The save of a process that died after it had published."""
-        return load_manifest(self._destination.place, self.name) if self._author.rank == 0 else None
+        if self._author.rank > 0:
+            return None
+        manifest = load_manifest(self._destination.place, self.name)
+        self._destination.clean(manifest)
+        return manifest
 
 
 def _entry(parts: list[tuple[Hashed, Chunk]]) -> TensorEntry:
