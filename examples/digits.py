@@ -10,12 +10,16 @@ Runs as it is in three ways, and continues exactly where it stopped in each::
 """
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR
 
 from overnight import trainer
 
@@ -31,8 +35,12 @@ DEFAULTS = {
 NUM_VALIDATION = 360
 
 
-def load_digits() -> tuple[Tensor, Tensor]:
-    """Images of shape [1797, 1, 8, 8] in 0..1 and their labels [1797].
+Digits = tuple[Tensor, Tensor]
+"""Images of shape [num, 1, 8, 8] in 0..1, and their labels [num]."""
+
+
+def load_digits() -> tuple[Digits, Digits]:
+    """Those to train on and those held out, the same ones in every trial.
 
     Reads the file inside scikit-learn without importing scikit-learn, which alone would cost a second per trial.
     """
@@ -41,7 +49,10 @@ def load_digits() -> tuple[Tensor, Tensor]:
         raise SystemExit("The digits come with scikit-learn: pip install scikit-learn")
     table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
     images = torch.from_numpy(table[:, :64]).float().reshape(-1, 1, 8, 8) / 16
-    return images, torch.from_numpy(table[:, 64])
+    labels = torch.from_numpy(table[:, 64])
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out, training = order[:NUM_VALIDATION], order[NUM_VALIDATION:]
+    return (images[training], labels[training]), (images[held_out], labels[held_out])
 
 
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -76,6 +87,18 @@ def build(width: int, dropout: float) -> nn.Module:
     )
 
 
+def optimize(model: nn.Module, params: Mapping[str, Any], num_updates: int) -> tuple[SGD, OneCycleLR]:
+    """SGD whose learning rate rises and falls once."""
+    optimizer = SGD(
+        model.parameters(),
+        lr=params["lr"],
+        momentum=params["momentum"],
+        weight_decay=params["weight_decay"],
+        nesterov=params["momentum"] > 0,
+    )
+    return optimizer, OneCycleLR(optimizer, max_lr=params["lr"], total_steps=num_updates, cycle_momentum=False)
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Share of images whose digit is recognised."""
@@ -87,42 +110,24 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def main() -> None:
     with trainer.run(defaults=DEFAULTS) as run:
-        images, labels = load_digits()
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        held_out, training = order[:NUM_VALIDATION], order[NUM_VALIDATION:]
-        val_images, val_labels = images[held_out].to(run.device), labels[held_out].to(run.device)
+        epochs, device = run.params["epochs"], run.device
+        training, held_out = load_digits()
+        val_images, val_labels = (part.to(device) for part in held_out)
+        loader = trainer.DataLoader(Augmented(*training), global_batch_size=run.params["batch_size"], shuffle=True)
 
-        net = build(run.params["width"], run.params["dropout"]).to(run.device)
+        net = build(run.params["width"], run.params["dropout"]).to(device)
         model = nn.parallel.DistributedDataParallel(net) if run.world_size > 1 else net
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=run.params["lr"],
-            momentum=run.params["momentum"],
-            weight_decay=run.params["weight_decay"],
-            nesterov=run.params["momentum"] > 0,
-        )
-        loader = trainer.DataLoader(
-            Augmented(images[training], labels[training]),
-            global_batch_size=run.params["batch_size"],
-            shuffle=True,
-        )
-        epochs = run.params["epochs"]
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=run.params["lr"],
-            total_steps=epochs * loader.updates_per_epoch,
-            cycle_momentum=False,
-        )
+        optimizer, scheduler = optimize(model, run.params, epochs * loader.updates_per_epoch)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
-        for batch_images, batch_labels in run.batches(loader, epochs=epochs):
-            logits = model(batch_images.to(run.device))
-            loss = functional.cross_entropy(logits, batch_labels.to(run.device))
+        for images, labels in run.batches(loader, epochs=epochs):
+            loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             run.log(loss=loss, lr=scheduler.get_last_lr()[0])
+
             if run.every(updates=loader.updates_per_epoch):
                 with run.phase("eval"):
                     val_accuracy = accuracy(net, val_images, val_labels)
