@@ -18,8 +18,8 @@ import xxhash
 from overnight.core.errors import CorruptCheckpointError, OvernightError, UnavailableError
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place
 
-BLOCK_BYTES = 1 << 20
-"""Read and hashed at a time, so that the hash finds the bytes in the processor's cache."""
+BLOCK_BYTES = 256 << 10
+"""Read and hashed at a time: small enough for a core's own cache, so that the hash finds the bytes there."""
 
 DIRECT_BYTES = 64 << 10
 """Less than this is copied out of a block: a system call and a hash update of its own would cost more."""
