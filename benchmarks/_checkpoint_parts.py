@@ -68,6 +68,11 @@ class Training:
         torch.manual_seed(0)
         self.size = size
         layers = [nn.Linear(size.width, size.width) for _ in range(size.layers)]
+        for (
+            layer
+        ) in layers:  # keeps the scale of what passes through: else it shrinks to denormal numbers, which are slow
+            nn.init.normal_(layer.weight, std=size.width**-0.5)
+            nn.init.zeros_(layer.bias)
         self.model = nn.Sequential(*layers)
         if frozen_share:
             for layer in layers[:-1]:

@@ -117,7 +117,8 @@ def frozen_row(size: str) -> Row:
     found = part("frozen", size=size, saves=5)
     unit = f"of the state per save, {size}, 99 % frozen"
     name = "the first save, everything at the destination counts"
-    return Row("frozen_bytes_share", unit, round(statistics.fmean(found["shares"]), 4), round(found["first"], 4), name, "<= 0.02")
+    share, first = round(statistics.fmean(found["shares"]), 4), round(found["first"], 4)
+    return Row("frozen_bytes_share", unit, share, first, name, "<= 0.02")
 
 
 def soak_rows(kills: int) -> list[Row]:
