@@ -36,6 +36,7 @@ from overnight.trainer.orders import Orders
 from overnight.trainer.params import Params
 from overnight.trainer.phases import CATEGORIES, Ledger, Reached, seconds_since_launch
 from overnight.trainer.saves import Saves
+from overnight.trainer.stacks import answer_with_stacks
 from overnight.trainer.start import (
     Inputs,
     claim_origin,
@@ -63,7 +64,7 @@ LEAVE_SECONDS = 1.0
 MIN_SAVE_SECONDS = 0.5
 
 LATE_SECONDS = 10.0
-"""How long a run that ends by an error waits for the commit of what is staged."""
+"""How long a run that ends before its end waits for the commit of what is staged."""
 
 
 class Run:
@@ -129,7 +130,8 @@ class Run:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.seed = self.seed if environment.seed is None else environment.seed
         self.device = pick_device(environment)
-        self._link = Link(environment.supervisor, self.rank, os.getpid())
+        answer_with_stacks(environment)
+        self._link = Link(environment.supervisor, self.rank, os.getpid(), self._ledger.pulse)
         self._link.open()
         self._orders = Orders(self._signals, self._link)
         group, self._owns_group = join_group(environment, self.device)
@@ -182,7 +184,7 @@ class Run:
             self._link.send("/v1/error", describe(late, self.step))
             raise
         finally:
-            self._close(clean=isinstance(error, Left) or is_success(error))
+            self._close(error)
 
     def _finish(self) -> None:
         """The end of a script that ran through: the last save is never skipped and its failure is the run's."""
@@ -206,9 +208,10 @@ class Run:
         results = "".join(f", {name} {v:.6g}" if isinstance(v, float) else f", {name} {v}" for name, v in reported)
         complain(f"finished at step {self._cursor.step}{results}; saved in {self.trial_dir}")
 
-    def _close(self, *, clean: bool) -> None:
+    def _close(self, error: BaseException | None) -> None:
+        clean = isinstance(error, Left) or is_success(error)
         try:
-            self._close_saves(clean=clean)
+            self._close_saves(error)
             self._record.close()
             self._metrics.flush(self._cursor.step, "shutdown", everything=True)
         except Exception:  # a failure of its own must not hide the error that ends the run
@@ -220,9 +223,12 @@ class Run:
                 dist.destroy_process_group()
             self._signals.restore()
 
-    def _close_saves(self, *, clean: bool) -> None:
+    def _close_saves(self, error: BaseException | None) -> None:
         """Lets what is staged be committed; nobody is left to be told of a failure but the reader of the output."""
-        failure = self._saves.close(LATE_SECONDS if not clean else 0.0)
+        seconds = LATE_SECONDS if not is_success(error) else 0.0
+        if isinstance(error, Left) and not self._origin.environment.alone:
+            seconds = min(seconds, max(0.0, self._orders.leave()[1] - LEAVE_SECONDS))
+        failure = self._saves.close(seconds)
         if failure is not None:
             complain(f"a save was not committed: {failure.message}")
 

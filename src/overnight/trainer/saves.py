@@ -109,7 +109,7 @@ class Saves:
             elif agreed.save or due:
                 self._ledger.count("saves_coalesced")
         elif self._saver.tracks:
-            with suppress(SaveFailedError):  # the save will tell
+            with suppress(Exception):  # whatever a state_dict() of the script raises: the save will tell
                 self._saver.prepare()
         self._saver.next_update()
 

@@ -201,14 +201,16 @@ class Pipeline:
 
     def poll(self) -> None:
         """Looks what has become of the saves under way."""
-        if self._under_way and not self._closed and self._lock.acquire(blocking=False):
-            try:
+        if not self._under_way or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._closed:
                 self._writer.poll()
-            finally:
-                self._lock.release()
-        for saving in [one for one in self._under_way if one.done]:
-            self._under_way.remove(saving)
-            self._end(saving)
+            for saving in [one for one in self._under_way if one.done]:
+                self._under_way.remove(saving)
+                self._end(saving)
+        finally:
+            self._lock.release()
 
     def _end(self, saving: Saving) -> None:
         failure = saving.failure
