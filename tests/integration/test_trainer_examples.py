@@ -47,7 +47,7 @@ def test_digits_with_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("val_accuracy") == 1
     (trial,) = tmp_path.glob(".overnight/digits/*")
-    assert len(list(trial.glob("checkpoints/step-44.attempt-1.1/rank-*.json"))) == 2
+    assert len(list(trial.glob("checkpoints/step-44.attempt-1.1/state-*.json"))) == 2
     assert len(list(trial.glob("attempts/0001/samples/rank-*.bin"))) == 2
 
 
