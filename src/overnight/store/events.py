@@ -75,14 +75,14 @@ def page(
     return Page(items=items, cursor=str(items[-1].seq) if items else None)
 
 
-def last_cause(conn: sa.Connection, *, trial_id: str, attempt_id: str, after: str) -> str | None:
-    """Why the trial last came into the state ``after`` during that attempt; None if it never did."""
+def data_of_last(conn: sa.Connection, *, trial_id: str, attempt_id: str, after: str) -> dict[str, Any]:
+    """What was recorded when the trial last came into the state ``after`` during that attempt; empty if it never did."""
     table = models.events
-    query = sa.select(table.c.cause).where(
+    query = sa.select(table.c.data).where(
         table.c.trial_id == trial_id, table.c.attempt_id == attempt_id, table.c.after == after
     )
-    found: str | None = conn.scalar(query.order_by(table.c.seq.desc()).limit(1))
-    return found
+    found: dict[str, Any] | None = conn.scalar(query.order_by(table.c.seq.desc()).limit(1))
+    return found or {}
 
 
 def last_seq(conn: sa.Connection) -> int:

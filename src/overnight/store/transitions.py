@@ -199,8 +199,9 @@ def preempt(
     now: datetime,
     grace_seconds: float = 30.0,
     reason: str = "preempted",
+    for_trial_id: str | None = None,
 ) -> None:
-    """RUNNING or STARTING becomes YIELDING with a ``yield`` directive.
+    """RUNNING or STARTING becomes YIELDING with a ``yield`` directive; the event records for whom.
 
     Raises:
         StaleAttemptError: It is neither, or another attempt is current.
@@ -216,6 +217,7 @@ def preempt(
         cause=cause,
         now=now,
         attempt_id=directives.current_attempt(conn, trial_id, row.attempts_made) if row.attempts_made else None,
+        data=None if for_trial_id is None else {"for_trial": for_trial_id},
     )
     _direct(conn, row, DirectiveAction.YIELD, reason, grace_seconds)
 

@@ -43,8 +43,6 @@ MAX_BACKOFF_SECONDS = 600.0
 BIND_MARGIN_SECONDS = 60.0
 """How much longer than the grace freed devices are kept for a pre-emptor."""
 
-_PREEMPTED_BY = "pre-empted by "
-"""How the cause of a pre-emption begins; the pre-emptor's name follows."""
 
 _FAULTS = frozenset({Outcome.INFRA_FAULT, Outcome.VANISHED})
 
@@ -135,19 +133,16 @@ def trial_events(
 
 def _binding_events(conn: "Connection", state: State, facts: Facts, times: Times) -> Iterator[Event]:
     """For whom victims yield, which a state that was built anew does not know. The time to start begins again."""
-    waiting = {trial.name: trial.id for trial in facts.trials.values() if trial.id in state.line.trials}
     for attempt in facts.attempts.values():
         live, directive = state.live.get(attempt.id), attempt.directive
         if live is None or live.for_trial_id is not None or directive.action is not DirectiveAction.YIELD:
             continue
-        cause = events.last_cause(
-            conn, trial_id=attempt.trial_id, attempt_id=attempt.id, after=TrialState.YIELDING.value
-        )
-        if cause is not None and cause.startswith(_PREEMPTED_BY):
-            for_trial_id = waiting.get(cause.removeprefix(_PREEMPTED_BY))
-            if for_trial_id is not None:
-                until = times.monotonic + directive.grace_seconds + BIND_MARGIN_SECONDS
-                yield TrialYielding(attempt.id, for_trial_id, until)
+        yielding = TrialState.YIELDING.value
+        recorded = events.data_of_last(conn, trial_id=attempt.trial_id, attempt_id=attempt.id, after=yielding)
+        for_trial_id = recorded.get("for_trial")
+        if for_trial_id in state.line.trials:
+            until = times.monotonic + directive.grace_seconds + BIND_MARGIN_SECONDS
+            yield TrialYielding(attempt.id, for_trial_id, until)
 
 
 def _started(attempt: LiveAttempt, trial: SchedTrial | None, times: Times) -> TrialStarted:

@@ -25,6 +25,7 @@ from overnight.platform.scheduler.core import Rules, State
 from overnight.platform.scheduler.events import Action, Event, Phase, Preempt, Start, TrialStarted, TrialYielding
 from overnight.platform.scheduler.expiry import SilenceWatch
 from overnight.platform.scheduler.feed import (
+    BIND_MARGIN_SECONDS,
     Facts,
     Times,
     device_events,
@@ -46,8 +47,6 @@ _log = logging.getLogger(__name__)
 ACTOR = "scheduler"
 KILL_MARGIN_SECONDS = 15.0
 """After the grace the supervisor sends SIGTERM and 10 s later SIGKILL; then it is the node's turn."""
-BIND_MARGIN_SECONDS = 60.0
-"""How much longer than the grace freed devices are kept for a pre-emptor."""
 MAX_RETRY_SECONDS = 5.0
 LAUNCH_SECONDS = 300.0
 """Longest launch: a node waits up to 2 minutes for a warm process, and a cold one imports torch from a slow disk."""
@@ -344,6 +343,7 @@ class SchedulerLoop:
                 cause=cause,
                 now=self._clock.now(),
                 grace_seconds=grace_seconds,
+                for_trial_id=action.for_trial_id,
             )
 
         await self._store.awrite(write)
