@@ -76,7 +76,7 @@ def page(
 
 
 def data_of_last(conn: sa.Connection, *, trial_id: str, attempt_id: str, after: str) -> dict[str, Any]:
-    """What was recorded when the trial last came into the state ``after`` during that attempt; empty if it never did."""
+    """What was recorded when the trial last came into that state during the attempt; empty if it never did."""
     table = models.events
     query = sa.select(table.c.data).where(
         table.c.trial_id == trial_id, table.c.attempt_id == attempt_id, table.c.after == after
