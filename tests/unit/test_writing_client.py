@@ -210,6 +210,24 @@ def test_submitting_and_polling_do_not_wait(place: LocalPlace, tmp_path: Path) -
         assert finish(client, ticket).committed
 
 
+def test_orders_from_another_thread_survive_it_and_the_process(
+    place: LocalPlace, memory: Memory, tmp_path: Path
+) -> None:
+    with client_of(place, tmp_path) as client:
+        os.kill(client.pid or 0, signal.SIGKILL)
+        tickets: list[Any] = []
+
+        def submit() -> None:
+            until(lambda: (client.poll(), client.pid is None)[1], "the death to be noticed")
+            tickets.append(client.submit(order(1, 1, memory), memory))
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        thread.join()
+        assert client.pid is None, "it would have died with that thread"
+        assert finish(client, tickets[0]).committed and tickets[0].num_tries == 1
+
+
 def test_closing_leaves_nothing_behind(place: LocalPlace, memory: Memory, tmp_path: Path) -> None:
     before = descriptors()
     with client_of(place, tmp_path) as client:

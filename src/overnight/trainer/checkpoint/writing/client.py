@@ -10,6 +10,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,8 +136,8 @@ class WriterClient:
         stall_seconds: Without a sign of life for so long, the process is killed and its work redone.
         clock: Monotonic.
 
-    All calls come from one thread, which must not end before :meth:`close`: the process dies with it. None but
-    :meth:`wait` and :meth:`close` waits for the process.
+    One call at a time. The thread that calls :meth:`start` must not end before :meth:`close`: the process dies with it;
+    for the same reason only :meth:`poll` from that thread respawns. None but :meth:`wait` and :meth:`close` waits.
     """
 
     def __init__(
@@ -162,6 +163,8 @@ class WriterClient:
         self._done: list[Ticket] = []
         self._stuck: list[_Process] = []
         self._has_started = False
+        self._home = threading.get_ident()
+        self._last_end = ""
 
     @property
     def busy(self) -> bool:
@@ -175,6 +178,7 @@ class WriterClient:
 
     def start(self) -> None:
         """Spawns the process and returns at once. Submitting does it too."""
+        self._home = threading.get_ident()
         if self._process is not None:
             return
         with contextlib.suppress(OSError, ChannelClosedError):  # submitting tries again, and tells
@@ -203,21 +207,33 @@ class WriterClient:
         Never raises for what goes wrong with the save itself: that is ``ticket.error``.
         """
         ticket = Ticket(order.number, order.name(self._author.token), self._clock())
-        self._jobs.append(_Job(ticket, order.to_bytes(), arena))
-        self._hand_over(self._jobs[-1])
+        job = _Job(ticket, order.to_bytes(), arena)
+        self._jobs.append(job)
+        if self._process is None:
+            self._revive()
+        else:
+            self._send(job, self._process)
         return ticket
 
-    def _hand_over(self, job: _Job) -> None:
-        """Gives a job to the process, which is started if need be; fails it if that cannot be done."""
+    def _revive(self) -> None:
+        """Starts a process, from the thread that may, and gives it all that is not done."""
+        if threading.get_ident() != self._home:
+            return  # the process would die with this thread; the next poll() from the other one does it
+        for job in list(self._jobs):
+            if job.ticket.num_tries >= MAX_TRIES:
+                what = f"the writer process {self._last_end}, {MAX_TRIES} times"
+                hint = "Nothing was published; earlier checkpoints are untouched and usable."
+                self._finish(job, SaveFailedError(f"checkpoint {job.ticket.name} was not saved: {what}", hint=hint))
         try:
-            if self._process is None:
-                self._spawn()
+            self._spawn()
+        except ChannelClosedError:
+            pass  # it has just died: poll() sees that
+        except OSError as error:
+            for job in list(self._jobs):
+                self._finish(job, SaveFailedError(f"no writer process could be started: {error}"))
+        for job in self._jobs:
             assert self._process is not None
             self._send(job, self._process)
-        except ChannelClosedError:
-            pass  # it has just died: poll() sees that, and redoes the job
-        except OSError as error:
-            self._finish(job, SaveFailedError(f"no writer process could be started: {error}"))
 
     def _send(self, job: _Job, process: _Process) -> None:
         job.ticket.num_tries += 1
@@ -229,7 +245,8 @@ class WriterClient:
                 if process.arena != job.arena.number:
                     descriptors.append(os.dup(job.arena.fileno()))
                     process.arena = job.arena.number
-            process.channel.send(body, *descriptors)
+            with contextlib.suppress(ChannelClosedError):  # it has just died: poll() sees that, and redoes the job
+                process.channel.send(body, *descriptors)
             process.busy_again()
         finally:
             for descriptor in descriptors:
@@ -252,6 +269,8 @@ class WriterClient:
                     self._redo(process, "made no progress")
             elif ended:
                 self._redo(process, process.describe_end())
+        elif self._jobs:
+            self._revive()
         done, self._done = self._done, []
         return done
 
@@ -285,15 +304,10 @@ class WriterClient:
     def _redo(self, process: _Process, what: str) -> None:
         """Ends the process and gives a new one what it has not done."""
         self._process = None
+        self._last_end = what
         if not process.end(0.0):
             self._stuck.append(process)
-        for job in list(self._jobs):
-            if job.ticket.num_tries < MAX_TRIES:
-                self._hand_over(job)
-                continue
-            hint = "Nothing was published; earlier checkpoints are untouched and usable."
-            message = f"checkpoint {job.ticket.name} was not saved: the writer process {what}, {MAX_TRIES} times"
-            self._finish(job, SaveFailedError(message, hint=hint))
+        self._revive()
 
     def wait(self, ticket: Ticket, seconds: float | None = None) -> bool:
         """Waits until a ticket is done; :meth:`poll` returns it still.
