@@ -35,7 +35,7 @@ Signature = list[tuple[str, Way, torch.dtype, torch.Size]]
 """What a layout depends on: name, way and form of every leaf."""
 
 
-def choose_ways(encoded: Encoded, owned: Container[Memory], restless: Collection[str]) -> list[Way]:
+def choose_ways(encoded: Encoded, owned: Memory, restless: Collection[str]) -> list[Way]:
     """How each leaf gets into the arena. A microsecond for each: training waits.
 
     Args:
@@ -50,7 +50,7 @@ def choose_ways(encoded: Encoded, owned: Container[Memory], restless: Collection
             way = Way.DEVICE if tensor.is_cuda else Way.STRIDED
         elif not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             way = Way.STRIDED
-        elif (size := tensor.nbytes) < MIN_LATER_BYTES or (tensor.data_ptr(), size) not in owned:
+        elif (size := tensor.nbytes) < MIN_LATER_BYTES or owned.get(tensor.data_ptr()) != size:
             way = Way.NOW
         else:
             way = Way.NOW if restless and object_of(leaf.key, encoded) in restless else Way.LATER

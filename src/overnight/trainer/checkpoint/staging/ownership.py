@@ -5,35 +5,35 @@ from typing import Any
 
 import torch
 
-Memory = tuple[int, int]
-"""Address and bytes of a tensor."""
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Memory = dict[int, int]
+"""Bytes by address: where tensors have their content."""
 
 
-def memory_of(tensor: torch.Tensor) -> Memory:
-    """Where a tensor's content lies; of a DTensor, this rank's part."""
-    if type(tensor) not in _PLAIN:
-        tensor = getattr(tensor, "_local_tensor", tensor)
-    return tensor.data_ptr(), tensor.nbytes
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; other tensors as they are."""
+    kind = type(tensor)
+    ordinary = kind is torch.Tensor or kind is torch.nn.Parameter
+    return tensor if ordinary else getattr(tensor, "_local_tensor", tensor)
 
 
-def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[Memory]:
+def owned_memory(optimizers: Iterable[torch.optim.Optimizer]) -> Memory:
     """The parameters and the state of optimizers, nested state (as that of LBFGS) included."""
-    owned: set[Memory] = set()
+    owned: Memory = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            owned.update([memory_of(param) for param in group["params"]])
+            _add(owned, group["params"])
         for state in optimizer.state.values():
             _add(owned, state.values() if isinstance(state, Mapping) else (state,))
     return owned
 
 
-def _add(owned: set[Memory], values: Iterable[Any]) -> None:
+def _add(owned: Memory, values: Iterable[Any]) -> None:
     for value in values:
-        if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
-            if value.layout is torch.strided:
-                owned.add(memory_of(value))
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter or isinstance(value, torch.Tensor):
+            tensor = local_part(value)
+            if tensor.layout is torch.strided:
+                owned[tensor.data_ptr()] = tensor.nbytes
         elif isinstance(value, Mapping):
             _add(owned, value.values())
         elif isinstance(value, list | tuple):
@@ -43,4 +43,4 @@ def _add(owned: set[Memory], values: Iterable[Any]) -> None:
 def frozen_memory(objects: Iterable[Any]) -> set[int]:
     """Addresses of the parameters of modules that ask for no gradient."""
     modules = (obj for obj in objects if isinstance(obj, torch.nn.Module))
-    return {memory_of(one)[0] for module in modules for one in module.parameters() if not one.requires_grad}
+    return {local_part(one).data_ptr() for module in modules for one in module.parameters() if not one.requires_grad}

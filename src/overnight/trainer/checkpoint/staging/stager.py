@@ -21,7 +21,7 @@ from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.staging.arena import Arena, no_memory
 from overnight.trainer.checkpoint.staging.device import DeviceCopies, DeviceCopy
 from overnight.trainer.checkpoint.staging.layout import Layout, Way, choose_ways, lay_out, signature_of
-from overnight.trainer.checkpoint.staging.ownership import Memory, frozen_memory, memory_of, owned_memory
+from overnight.trainer.checkpoint.staging.ownership import Memory, frozen_memory, owned_memory
 from overnight.trainer.checkpoint.staging.probe import Probe, scratch_bytes
 from overnight.trainer.checkpoint.staging.worker import Worker
 from overnight.trainer.checkpoint.state import Encoded, Leaf
@@ -178,14 +178,14 @@ class Stager:
 
     # -- where everything goes ------------------------------------------------------------------------------------
 
-    def _place(self, encoded: Encoded, objects: Collection[Any], owned: set[Memory]) -> tuple[Layout, Arena]:
+    def _place(self, encoded: Encoded, objects: Collection[Any], owned: Memory) -> tuple[Layout, Arena]:
         ways = choose_ways(encoded, owned, self.restless)
         signature = signature_of(encoded, ways)
         if self._layout is None or self._layout.signature != signature:
             self._layout = lay_out(encoded, ways, signature, frozen_memory(objects))
         return self._layout, self._arena_for(self._layout)
 
-    def _owned(self, objects: Collection[Any]) -> set[Memory]:
+    def _owned(self, objects: Collection[Any]) -> Memory:
         return owned_memory(
             one for one in objects if isinstance(one, torch.optim.Optimizer) and one not in self._graphed
         )
@@ -207,7 +207,7 @@ class Stager:
 
     # -- copying ------------------------------------------------------------------------------------------------------
 
-    def _copy_now(self, layout: Layout, arena: Arena, leaves: list[Leaf], owned: set[Memory]) -> None:
+    def _copy_now(self, layout: Layout, arena: Arena, leaves: list[Leaf], owned: Memory) -> None:
         now = layout.pick(leaves, Way.NOW)
         layout.groups[Way.NOW].write(arena.fileno(), [leaf.tensor.data_ptr() for leaf in now])
         for index, leaf in zip(layout.members(Way.STRIDED), layout.pick(leaves, Way.STRIDED), strict=True):
@@ -216,7 +216,8 @@ class Stager:
         copies = []
         for index in layout.members(Way.DEVICE):
             tensor = leaves[layout.order[index]].tensor
-            waits = memory_of(tensor) in owned and layout.names[index] not in self.restless
+            is_owned = owned.get(tensor.data_ptr()) == tensor.nbytes
+            waits = is_owned and layout.names[index] not in self.restless
             copies.append(DeviceCopy(index, layout.pieces[index].offset, tensor, waits))
         self._devices.begin(arena, copies)
 
