@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from writing_lab import Memory, client_of, committed, finish, is_gone, name_of, order, state_of, strikes, until
+from writing_lab import ALWAYS, Memory, client_of, committed, finish, is_gone, name_of, order, state_of, strikes, until
 
 from overnight.core.errors import FencedError, SaveFailedError
 from overnight.trainer.checkpoint.fence import claim
@@ -98,12 +98,10 @@ def test_stopped_at_any_stage_it_is_replaced(
 def test_killed_again_and_again_the_save_fails_within_bounds_and_the_next_works(
     place: LocalPlace, memory: Memory, tmp_path: Path
 ) -> None:
-    never = tmp_path / "no" / "folder"
     with client_of(place, tmp_path) as client:
         assert save(client, memory, 1).committed
     claim(place, Token(1, 2), name_of(1))
-    bad = strikes("writing.save:write_tensors", 1, "kill", never)
-    bad[-1] = "/dev/full/never"  # a mark that is never made: it strikes every time
+    bad = strikes("writing.save:write_tensors", 1, "kill", ALWAYS)
     with client_of(place, tmp_path, Token(1, 2), claims=False, parent=name_of(1), arguments=bad) as client:
         ticket = save(client, memory, 2)
         assert isinstance(ticket.error, SaveFailedError) and ticket.num_tries == 3

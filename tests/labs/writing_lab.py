@@ -18,6 +18,9 @@ from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.writing.client import Ticket, WriterClient
 from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
 
+ALWAYS = "-"
+"""As a mark: every process does it."""
+
 LIMIT_SECONDS = 60.0
 """A busy machine may take that long for anything."""
 
@@ -111,14 +114,14 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def strikes(point: str, number: int, deed: str, mark: Path) -> list[str]:
+def strikes(point: str, number: int, deed: str, mark: Path | str) -> list[str]:
     """The command line of a writer process that does something to itself at a point of its work, once per mark.
 
     Args:
         point: ``module:function`` below ``overnight.trainer.checkpoint``, or ``os:function``.
         number: At which call of it, from 1.
         deed: ``kill`` or ``stop`` (both before the call), or an errno's name: the call fails with it.
-        mark: A file that says that it was done; the next process does nothing.
+        mark: A file that says that it was done; the next process does nothing. :data:`ALWAYS` for none.
     """
     return [sys.executable, "-P", __file__, point, str(number), deed, str(mark)]
 
@@ -140,8 +143,9 @@ def _strike(point: str, number: int, deed: str, mark: Path) -> None:
     def struck(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == number and not mark.exists():
-            mark.touch()
+        if calls == number and (str(mark) == ALWAYS or not mark.exists()):
+            if str(mark) != ALWAYS:
+                mark.touch()
             if deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif deed == "stop":

@@ -29,6 +29,9 @@ __all__ = ["Arena", "Ticket", "WriterClient"]
 
 MAX_TRIES = 3
 STALL_SECONDS = 30.0
+START_SECONDS = 60.0
+"""On a busy machine an interpreter may need that long for its first sign of life."""
+
 _DOUBT_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 
@@ -77,6 +80,7 @@ class _Process:
         self.pid = self._process.pid
         self.arena: int | None = None
         self._clock = clock
+        self._started_at = clock()
         self._seen: dict[str, tuple[int, float]] = {}
         self._doubted_at: float | None = None
 
@@ -96,6 +100,8 @@ class _Process:
         """
         now = self._clock()
         beats, progress, _ = self.pulse.read()
+        if beats == 0:
+            return now - self._started_at > START_SECONDS
         for name, value in (("beats", beats), ("progress", progress)):
             if self._seen.get(name, (-1, 0.0))[0] != value:
                 self._seen[name] = (value, now)
