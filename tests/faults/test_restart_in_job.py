@@ -59,8 +59,19 @@ def test_what_a_killed_rank_had_started_is_gone_before_the_next_generation_begin
     assert check_as_undisturbed(lab, attempt, 1)["generations"] == 2
 
 
+def dies(when: str, number: str) -> str:
+    """A training that ends itself; by then what it saved two updates ago is committed, and its supervisor knows."""
+    return f"""
+        if saved is not None and run.step % 6 == 1:
+            saved.result()
+        if {when}:
+            run._link.flush()
+            os.kill(os.getpid(), signal.{number})
+""".strip()
+
+
 def test_without_progress_three_restarts_are_the_most(lab: Any) -> None:
-    attempt = train(lab, "if run.step == 9: os.kill(os.getpid(), signal.SIGSEGV)", "doomed.py")
+    attempt = train(lab, dies("run.step == 9", "SIGSEGV"), "doomed.py")
     report = lab.server.exit_of(attempt, 60)
     assert (report["exit_codes"], report["generations"], report["failed_rank"]) == ([-signal.SIGSEGV], 5 - 1, 0)
     assert report["restarts"] == ["rank 0 was ended by SIGSEGV"] * 3
@@ -68,7 +79,7 @@ def test_without_progress_three_restarts_are_the_most(lab: Any) -> None:
 
 
 def test_progress_that_lasts_begins_the_count_anew(lab: Any) -> None:
-    body = "if run.step % 6 == 2 and run.step // 6 == generation: os.kill(os.getpid(), signal.SIGKILL)"
+    body = dies("run.step % 6 == 3 and run.step // 6 == generation", "SIGKILL")
     attempt = train(lab, body, "stumbling.py", params={"pause": 0.0})
     report = check_as_undisturbed(lab, attempt, 1)
     assert report["generations"] == 8, "killed once after each checkpoint"

@@ -32,6 +32,7 @@ with trainer.run(defaults={"pause": 0.02, "workers": 0, "every": 6}, every=None)
     loader = trainer.DataLoader(Noisy(), global_batch_size=12, shuffle=True, num_workers=run.params["workers"])
     run.track(model=model, optimizer=optimizer)
     generation = int(os.environ["OVERNIGHT_GENERATION"])
+    saved = None
     for x, y in run.batches(loader, epochs=4):
         loss = (model(x).squeeze(1) - y).square().mean()
         loss.backward()
@@ -40,7 +41,7 @@ with trainer.run(defaults={"pause": 0.02, "workers": 0, "every": 6}, every=None)
         run.log(loss=loss)
         BODY
         if run.every(updates=run.params["every"]):
-            run.save()
+            saved = run.save()
         time.sleep(run.params["pause"])
 """
 
