@@ -58,11 +58,11 @@ runpy.run_path(os.path.join(os.environ["EXAMPLES"], "digits.py"), run_name="__ma
 
 
 @contextlib.contextmanager
-def server(folder: Path) -> Iterator[Settings]:
-    """``overnight up`` with one fake device, in a home of its own."""
-    settings = build_settings(os.environ, home=folder / "home", pool="fake:1")
+def server(folder: Path, pool: str = "fake:1") -> Iterator[Settings]:
+    """``overnight up`` with a few fake devices, in a home of its own."""
+    settings = build_settings(os.environ, home=folder / "home", pool=pool)
     settings.home.mkdir()
-    env = {**os.environ, "OVERNIGHT_HOME": str(settings.home), "OVERNIGHT_POOL": "fake:1"}
+    env = {**os.environ, "OVERNIGHT_HOME": str(settings.home), "OVERNIGHT_POOL": pool}
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
             [sys.executable, "-m", "overnight", "up"], env=env, stdout=log, stderr=log, start_new_session=True
