@@ -21,14 +21,16 @@ from overnight.core.errors import (
     NoUsableCheckpointError,
     SaveFailedError,
 )
-from overnight.trainer.checkpoint import writer as writer_module
 from overnight.trainer.checkpoint.fence import claim, next_attempt
 from overnight.trainer.checkpoint.manifest import MANIFEST, verify
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
 from overnight.trainer.checkpoint.reader import Restored, inspect, lineage, newest_good
 from overnight.trainer.checkpoint.retention import Retention, prune
 from overnight.trainer.checkpoint.state import stage
-from overnight.trainer.checkpoint.writer import Author, Writer
+from overnight.trainer.checkpoint.writing.channel import Pulse
+from overnight.trainer.checkpoint.writing.destination import LocalDestination
+from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
+from overnight.trainer.checkpoint.writing.save import History, Save
 
 
 def save(
@@ -48,7 +50,18 @@ def save(
     state = {"w": torch.full((8,), float(step)), "n": step} if state is None else state
     snapshot = stage({"it": state, "big": torch.arange(1000.0)}, step)
     name = CheckpointName(step, token, save)
-    Writer(place, author, before_publish).write(snapshot, name, snapshot.digests())
+    pieces, memory = [], bytearray()
+    for key, tensor in snapshot.tensors.items():
+        content = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        pieces.append(Piece(key, str(tensor.dtype)[6:], tuple(tensor.shape), len(memory), len(content)))
+        memory += content
+    order = SaveOrder(1, step, save, json.dumps(snapshot.objects), {}, tuple(pieces))
+    pulse = Pulse.make()
+    destination = LocalDestination(place, rank)
+    try:
+        Save(order, memoryview(memory), author, destination, History(), pulse, lambda _: before_publish()).run()
+    finally:
+        pulse.close()
     return name
 
 
@@ -78,7 +91,7 @@ def step_of(found: Any) -> int:
 
 
 def files_of_a_checkpoint() -> list[str]:
-    return ["__0_0.distcp", ".metadata", "index.json", "state-0.json", "rank-0.json", MANIFEST]
+    return ["__0_0.distcp", ".metadata", "index.json", "state-0.json", MANIFEST]
 
 
 def test_a_checkpoint_consists_of_what_this_file_tests(two: LocalPlace) -> None:
@@ -162,15 +175,15 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int, after: int) -> None:
         self.left = after
-        real = writer_module.write_atomic
+        real = os.fsync
 
-        def failing(path: Path, data: bytes) -> None:
+        def failing(descriptor: int) -> None:
             self.left -= 1
             if self.left < 0:
-                raise OSError(error, os.strerror(error), str(path))
-            real(path, data)
+                raise OSError(error, os.strerror(error))
+            real(descriptor)
 
-        monkeypatch.setattr(writer_module, "write_atomic", failing)
+        monkeypatch.setattr(os, "fsync", failing)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EIO])
@@ -190,7 +203,7 @@ def test_a_full_disk_publishes_nothing_and_leaves_the_rest_usable(
 
 
 def test_a_disk_that_fills_up_for_real(tmp_path: Path) -> None:
-    """C1 with the kernel's own ENOSPC, reached inside DCP."""
+    """C1 with the kernel's own ENOSPC."""
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full here")
@@ -357,14 +370,14 @@ def test_more_ranks_than_tensors(place: LocalPlace) -> None:
 def test_a_rank_that_fails_is_seen_by_all(place: LocalPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     """C8."""
     claim(place, Token(1), None)
-    real = writer_module.write_tensors
+    real = LocalDestination.folder
 
-    def failing(folder: Path, tensors: Any, rank: int, world_size: int) -> Any:
-        if rank == 1:
-            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-        return real(folder, tensors, rank, world_size)
+    def failing(self: LocalDestination, name: CheckpointName) -> Path:
+        if self.rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(name))
+        return real(self, name)
 
-    monkeypatch.setattr(writer_module, "write_tensors", failing)
+    monkeypatch.setattr(LocalDestination, "folder", failing)
     errors = gang(place, 5, [{"n": 1}] * 3)
     assert all(isinstance(error, SaveFailedError) and "rank 1" in str(error) for error in errors), errors
     assert newest_good(place) is None

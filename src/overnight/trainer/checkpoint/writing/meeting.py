@@ -51,7 +51,9 @@ class Meeting:
         data = json.dumps(body, separators=(",", ":")).encode()
         name = f"{topic}-{self._rank}.json"
         if isinstance(self._place, LocalPlace):
-            write_atomic(self._place.root / self._folder / name, data, durable=False)
+            folder = self._place.root / self._folder
+            folder.mkdir(exist_ok=True)  # who gives up first may be the first to come
+            write_atomic(folder / name, data, durable=False)
         else:
             self._place.write(f"{self._folder}/{name}", data)
 
