@@ -227,7 +227,7 @@ def test_saving_twice_at_one_step_keeps_both_apart() -> None:
         run.save()
         counter.seen.append(7)
         run.save().result(60)
-        names = sorted(p.name for p in Path(run._origin.place.root).glob("step-*"))
+        names = sorted(p.name for p in Path(run._origin.place.root).glob("step-*") if p.suffix != ".partial")
     assert names == ["step-0.attempt-1.1", "step-0.attempt-1.1.again-3"]  # the second had nothing new
     with trainer.run(every=None) as run:
         counter = Counter()
