@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch._dynamo  # which an optimizer's first call would import
 import torch.distributed.checkpoint as dcp
 import xxhash
 from _report import Row, median, parser, publish
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import overnight.trainer.execution  # noqa: F401  # as a process that is about to restore has
 from overnight import trainer
 from overnight.trainer.checkpoint.place import LocalPlace
 from overnight.trainer.checkpoint.reading.finding import open_newest
