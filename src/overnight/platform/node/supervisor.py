@@ -442,7 +442,11 @@ class Supervisor:
         self._watchdog.restart()
         self._begin_logs(cause)
         launch_lock.mark_restarted(self._lock)
-        self.start_ranks()
+        try:
+            self.start_ranks()
+        except OSError as error:
+            self._on_spool_failure(error)
+            return
         told = {"generation": self.generation, "cause": cause, "pids": self._told_pids()}
         self.spool("generation", told, urgent=True)
 
