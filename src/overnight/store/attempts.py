@@ -394,16 +394,23 @@ def seconds_of_trials(conn: sa.Connection, trial_ids: Sequence[str], now: dateti
 
 
 def advance_generation(
-    conn: sa.Connection, *, attempt_id: str, generation: int, fork_step: int | None, now: datetime
+    conn: sa.Connection,
+    *,
+    attempt_id: str,
+    generation: int,
+    fork_step: int | None,
+    now: datetime,
+    parent: lineages.Parent | None = None,
 ) -> None:
     """A new start of the ranks inside the attempt.
 
     Args:
         conn: Of a store write.
         attempt_id: The attempt.
-        generation: From 1. The current one again only adds a ``fork_step`` that was not known before.
+        generation: From 1. The current one again only adds a fork that was not known before.
         fork_step: Step of the checkpoint that it restored; 0 is from scratch, None not known (yet).
         now: Wall time, for the record.
+        parent: Whose checkpoint that was, ``lineages.SCRATCH`` for none; None not known.
 
     Raises:
         NotFoundError: No such attempt.
@@ -414,7 +421,7 @@ def advance_generation(
         raise StaleAttemptError(f"generation {generation} of {attempt_id} is over, {row.generation} is current")
     if generation > row.generation:
         conn.execute(_UPDATE, {"which": attempt_id, "generation": generation})
-    lineages.record(conn, row.trial_id, row.number, generation, fork_step, now)
+    lineages.record(conn, row.trial_id, row.number, generation, fork_step, now, parent)
     touch(conn, "attempts", f"attempt:{attempt_id}")
 
 

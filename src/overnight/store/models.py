@@ -255,6 +255,8 @@ generations = sa.Table(
     sa.Column("attempt", sa.Integer, primary_key=True),
     sa.Column("generation", sa.Integer, primary_key=True),
     sa.Column("fork_step", sa.BigInteger, comment="Step of the checkpoint that it restored; 0 is from scratch."),
+    sa.Column("parent_attempt", sa.Integer, comment="Whose checkpoint that was; 0 is nobody's, NULL not told."),
+    sa.Column("parent_generation", sa.Integer),
     sa.Column("first_step", sa.BigInteger, comment="The lowest step that it logged."),
     sa.Column("started_at", UtcDateTime),
 )

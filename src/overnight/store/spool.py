@@ -17,7 +17,7 @@ from overnight.core.errors import NotFoundError, StaleAttemptError
 from overnight.core.models.api import Checkpoint
 from overnight.core.models.node import SpoolEvent
 from overnight.core.models.spec import TrialConfig
-from overnight.store import attempts, checkpoints, ledger, metrics, models, outbox, transitions
+from overnight.store import attempts, checkpoints, ledger, lineages, metrics, models, outbox, transitions
 from overnight.store import events as event_rows
 from overnight.store.events import NewEvent
 from overnight.store.models import storable
@@ -154,6 +154,7 @@ class _Batch:
             generation=generation,
             fork_step=None if fork_step is None else _whole(fork_step),
             now=self._now,
+            parent=_parent(data),
         )
         self._has_forked = True
         if data.get("trainer"):
@@ -224,6 +225,21 @@ class _Batch:
 
     def _has_reported(self, metric: str) -> bool:
         return any(row[0] == metric for rows in self._rows.values() for row in rows)
+
+
+def _parent(data: dict[str, Any]) -> lineages.Parent | None:
+    """Whose checkpoint was restored; trainers that do not tell leave it out, one that restored none says null."""
+    if "parent" not in data:
+        return None
+    attempt, generation = data["parent"] or lineages.SCRATCH
+    return _small(attempt), _small(generation)
+
+
+def _small(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < 2**31:
+        raise ValueError(f"{number} is not the number of an attempt or a generation")
+    return number
 
 
 def _whole(value: Any) -> int:
