@@ -141,7 +141,7 @@ class Run:
         self._origin = claim_origin(inputs, group)
         self.resumed = self._origin.restored is not None
         if self.rank == 0:
-            self._link.send("/v1/forked", {"step": self._origin.parent.step if self._origin.parent else 0})
+            self._link.send("/v1/forked", self._origin.fork)
         self.trial_dir, self._attempt_dir = self._origin.trial_dir, self._origin.attempt_dir
         self._saver = make_saver(
             self._origin, self.seed, self.device, self._retention, before_submit=self._tell_before_publishing

@@ -70,6 +70,13 @@ class Origin:
         return self.environment.trial_dir
 
     @property
+    def fork(self) -> dict[str, Any]:
+        """What the supervisor is told: the step at which this run goes on, and from whose checkpoint."""
+        if self.parent is None:
+            return {"step": 0, "parent": None}
+        return {"step": self.parent.step, "parent": [self.parent.token.attempt, self.parent.token.generation]}
+
+    @property
     def attempt_dir(self) -> Path:
         """Folder of this attempt."""
         assert self.environment.attempt_dir is not None

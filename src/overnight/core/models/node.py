@@ -201,6 +201,7 @@ class SpoolEvent(Wire):
     - ``report``: ``step``, ``values`` {name: number or text}; the objective among them
     - ``checkpoint``: ``step``, ``uri``, ``bytes``, ``generation``
     - ``generation``: ``generation``; ``cause`` and ``pids`` when its ranks start, ``fork_step`` when it is known
+      and with it ``parent``: [attempt, generation] of the checkpoint, None from scratch
     - ``hang``: ``cause``, ``stacks`` (path of a file with the stacks of every rank)
     - ``ledger``: ``seconds`` {category: seconds}, ``counts`` {name: number}
     - ``mlflow``: ``params`` {}, ``tags`` {}

@@ -105,7 +105,7 @@ class RankApi:
     def _forked(self, body: dict[str, Any]) -> dict[str, Any]:
         step = _int(body, "step")
         self._attempt.committed(step, forked=True)
-        fork = {"generation": self._attempt.generation, "fork_step": step, "trainer": True}
+        fork = {"generation": self._attempt.generation, "fork_step": step, "trainer": True, **_parent(body)}
         self._attempt.spool("generation", fork, urgent=True)
         return {"directive": self._attempt.directive()}
 
@@ -187,6 +187,22 @@ def _telling(rows: list[list[Any]], objective: dict[str, Any]) -> list[list[Any]
         return rows[-1:]
     choose = min if objective["mode"] == "min" else max
     return [choose(numbers, key=lambda row: row[2]), rows[-1]]
+
+
+def _parent(body: dict[str, Any]) -> dict[str, Any]:
+    """Whose checkpoint was restored, where the trainer tells: [attempt, generation], or null for none."""
+    if "parent" not in body:
+        return {}
+    token = body["parent"]
+    if token is None:
+        return {"parent": None}
+    if not isinstance(token, list) or len(token) != 2 or not all(_is_count(number) for number in token):
+        raise HttpError(400, "parent must be null or [attempt, generation]")
+    return {"parent": token}
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 < number < 2**31
 
 
 def _rank(body: dict[str, Any]) -> int:
