@@ -9,6 +9,7 @@ from enum import Enum
 
 from overnight.core.enums import TrialState
 from overnight.core.states import END_STATES
+from overnight.store.lineages import NOTHING
 from overnight.store.projection import TrialFacts
 
 _AT_WORK = frozenset({TrialState.RUNNING, TrialState.YIELDING, TrialState.STOPPING})
@@ -36,13 +37,28 @@ def judge(facts: TrialFacts, attempt: int, generation: int, step: int, *, patien
     token = next((t for t in facts.tokens if (t.attempt, t.generation) == (attempt, generation)), None)
     if token is None and (attempt, generation) < newest:
         return Verdict.DROP
+    waits = patient or facts.state not in _AT_WORK
     if token is not None and token.until_step is not None:
-        return Verdict.TELL if step <= token.until_step else Verdict.DROP
+        if step <= token.until_step:
+            return Verdict.TELL
+        return Verdict.HOLD if waits and _may_turn(facts, attempt, generation) else Verdict.DROP
     if facts.state in END_STATES or step <= facts.committed.get((attempt, generation), -1):
         return Verdict.TELL
     if (attempt, generation) < newest:  # a later start has not said yet where it forks
         return Verdict.HOLD
-    return Verdict.HOLD if patient or facts.state not in _AT_WORK else Verdict.TELL
+    return Verdict.HOLD if waits else Verdict.TELL
+
+
+def _may_turn(facts: TrialFacts, attempt: int, generation: int) -> bool:
+    """Whether a later start may yet go on behind this token's fork, and from what it did there.
+
+    As long as no start after it has committed, a checkpoint that the token published at the last moment, or one that
+    proves to be readable after all, may become the parent of the next start.
+    """
+    if facts.state in END_STATES or facts.tokens[-1].parent is None:
+        return False
+    line = [(token.attempt, token.generation) for token in facts.tokens if token.until_step != NOTHING]
+    return not any(token > (attempt, generation) and token in facts.committed for token in line)
 
 
 def has_forked(facts: TrialFacts, attempt: int, generation: int) -> bool:
