@@ -173,9 +173,11 @@ class _Encoder:
 
     def encode(self, value: Any, path: str) -> Json:
         kind = type(value)
+        if kind is torch.Tensor:
+            return self._usual(value, path)
         if kind in _PLAIN:
             return value
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if kind is list:
             return [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
@@ -203,6 +205,16 @@ class _Encoder:
             return {_MARK: "dict", "items": items}
         extra = self.encode(getattr(value, "_metadata", None), f"{path}._metadata")
         return {_MARK: "odict", "items": items, "metadata": extra}
+
+    def _usual(self, tensor: torch.Tensor, path: str) -> Json:
+        """:meth:`_tensor` for nearly all tensors, and in half of its time, for which training waits."""
+        address = tensor.data_ptr() if tensor.is_cpu and tensor.layout is torch.strided else 0
+        if not address or address in self._by_memory or path in self.leaves or tensor.is_quantized:
+            return self._tensor(tensor, path)
+        leaf = Leaf(path, tensor.detach() if tensor.requires_grad else tensor, "cpu")
+        self._by_memory[address] = [leaf]
+        self.leaves[path] = leaf
+        return {_MARK: "tensor", "key": path, "on": "cpu", "shape": list(tensor.shape)}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
         kind = type(tensor)
