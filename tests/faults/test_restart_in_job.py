@@ -38,6 +38,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert [event["generation"] for event in events] == sorted(event["generation"] for event in events)
     forks = {e["generation"]: e["data"]["fork_step"] for e in events if "fork_step" in e["data"]}
     assert sorted(forks) == [1, 2, 3] and 0 < forks[2] < forks[3]
+    parents = {e["generation"]: e["data"]["parent"] for e in events if "fork_step" in e["data"]}
+    assert parents == {1: None, 2: [1, 1], 3: [1, 2]}
     for generation, steps in losses(lab, attempt).items():
         assert steps == sorted(set(steps)) and steps[0] > forks[generation], f"generation {generation}: {steps}"
 

@@ -104,8 +104,8 @@ class RankApi:
 
     def _forked(self, body: dict[str, Any]) -> dict[str, Any]:
         step = _int(body, "step")
-        self._attempt.committed(step, forked=True)
         fork = {"generation": self._attempt.generation, "fork_step": step, "trainer": True, **_parent(body)}
+        self._attempt.committed(step, forked=True)
         self._attempt.spool("generation", fork, urgent=True)
         return {"directive": self._attempt.directive()}
 
