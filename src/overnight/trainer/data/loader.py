@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -32,9 +32,13 @@ from overnight.trainer.data.fingerprint import UNSTABLE, content_hash
 from overnight.trainer.data.mixture import MixtureOrder
 from overnight.trainer.data.position import Block, Geometry, Tail, divide, weights_of, world_sizes
 from overnight.trainer.data.sampling import Order, SamplerOrder, SequentialOrder, ShuffledOrder, WeightedOrder
+from overnight.trainer.data.shares import Share, share_of
 from overnight.trainer.data.state import LoaderState
 from overnight.trainer.data.workers import BatchReader, WorkerOptions
 from overnight.trainer.rng import derive
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,9 @@ class DataLoader:
         pure: The data set and ``collate_fn`` draw no random numbers: saves 12 us per sample.
         ack: ``"auto"``: a batch is consumed when the next one is requested. ``"manual"``: when :meth:`advance` says so,
             oldest first; what was given but not acknowledged before a save is given again after a resume.
+        mesh: Ranks along its data-parallel dimensions (``dp``, ``dp_replicate``, ``dp_shard``, ``fsdp``, or all of a
+            mesh with one dimension, like ``mesh["dp"]``) get different samples, their peers along the others (``tp``,
+            ``cp``, ``pp``) the same. None: every rank gets its own. Sizes per rank are then sizes per group of peers.
         name: Distinguishes the loaders of a run.
         fingerprint: Identity of the data's content. None hashes the first, middle and last sample.
         allow_changed: Continue although the saved state belongs to other data or another order.
@@ -104,7 +111,8 @@ class DataLoader:
         timeout: As torch, seconds.
 
     Raises:
-        BadInputError: Arguments that exclude each other, or a data set that is not map-style.
+        BadInputError: Arguments that exclude each other, a data set that is not map-style, or a mesh of which it cannot
+            be told which ranks are peers.
         IndivisibleBatchError: The global batch does not divide by ranks x micro batch.
     """
 
@@ -127,6 +135,7 @@ class DataLoader:
         drop_last: bool = False,
         pure: bool = False,
         ack: Literal["auto", "manual"] = "auto",
+        mesh: "DeviceMesh | None" = None,
         name: str = "main",
         fingerprint: str | None = None,
         allow_changed: bool = False,
@@ -152,6 +161,7 @@ class DataLoader:
         self.name = name
         self.allow_changed = allow_changed
         self._global_batch_size = global_batch_size
+        self._share = None if mesh is None else share_of(mesh)
         self._tail = tail
         self._shuffle, self._sampler, self._weights, self._num_samples = shuffle, sampler, weights, num_samples
         self._mixture = None if mixture is None else (parts_of(dataset), list(mixture))
@@ -171,6 +181,7 @@ class DataLoader:
         self._fingerprint = None if fingerprint is None else f"user:{fingerprint}"
         self._expected_fingerprint: str | None = None
         self._bound: Binding | None = None
+        self._num_peers = 1
         self._epoch, self._position = 0, 0
         self._is_abandoned = False
         self._current: MicroBatch | None = None
@@ -179,11 +190,12 @@ class DataLoader:
         """Says who reads: called by the run before use, else on first use with what the environment says.
 
         Args:
-            rank: This rank among those that read different samples; ``RANK`` or 0.
-            world_size: How many those are; ``WORLD_SIZE`` or 1.
+            rank: This rank; ``RANK`` or 0. With a mesh, that tells which samples it reads.
+            world_size: Number of ranks; ``WORLD_SIZE`` or 1.
             seed: The run's seed; ``OVERNIGHT_SEED`` or 0.
 
         Raises:
+            BadInputError: There is no such rank, or the mesh is one of other ranks.
             IndivisibleBatchError: The global batch does not divide by ranks x micro batch.
             DataError: The data set is too small for a single update.
         """
@@ -191,21 +203,25 @@ class DataLoader:
         world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
         if not 0 <= rank < world_size:
             raise BadInputError(f"rank {rank} is not one of {world_size} rank(s)", hint="Ranks count from 0.")
-        self._bind(self._geometry(rank, world_size), self._seed_from(seed))
+        share = self._share or Share(rank, world_size)
+        self._num_peers = share.num_peers(world_size)
+        self._bind(self._geometry(share), self._seed_from(seed))
 
     def _bind(self, geometry: Geometry, seed: int) -> None:
         self._close_reader()
         self._bound = Binding(geometry, self._order(seed), seed)
         self._epoch_length(self._epoch)
 
-    def _geometry(self, rank: int, world_size: int) -> Geometry:
+    def _geometry(self, share: Share) -> Geometry:
+        num_ranks = share.num_ranks
         if self._global_batch_size is None:
             micro, accumulate = self.batch_size or 1, 1
         else:
-            micro, accumulate = divide(self._global_batch_size, self.micro_batch_size, world_size)
-        keeps = self._global_batch_size is None and world_size == 1 and not self.drop_last
+            noun = "rank" if self._share is None else "data-parallel rank"
+            micro, accumulate = divide(self._global_batch_size, self.micro_batch_size, num_ranks, noun)
+        keeps = self._global_batch_size is None and num_ranks == 1 and not self.drop_last
         tail = Tail.PAD if self._tail == "pad" else Tail.KEEP if keeps else Tail.DROP
-        return Geometry(micro, accumulate, rank, world_size, tail)
+        return Geometry(micro, accumulate, share.rank, num_ranks, tail)
 
     def _seed_from(self, run_seed: int | None) -> int:
         if self._adopted_seed is not None:
@@ -250,13 +266,18 @@ class DataLoader:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank among those that read different samples."""
         return self._ready.geometry.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks that read different samples."""
         return self._ready.geometry.world_size
+
+    @property
+    def num_peers(self) -> int:
+        """Number of ranks that read the samples that this one does, itself included; 1 without a mesh."""
+        return self._num_peers
 
     @property
     def accumulate(self) -> int:
@@ -270,7 +291,7 @@ class DataLoader:
 
     @property
     def fitting_world_sizes(self) -> list[int]:
-        """Numbers of ranks on which this loader can continue, ascending."""
+        """Values of :attr:`world_size` with which this loader can continue, ascending."""
         if self._global_batch_size is None:
             return [self.world_size]
         return world_sizes(self._global_batch_size, self.micro_batch_size)

@@ -3,7 +3,8 @@
 An epoch is a sequence of global positions ``0 .. length - 1``. One update consumes ``global_batch`` of them in a row.
 They are cut into blocks of ``micro_batch`` positions; block ``j`` of an update is micro-batch ``j // world_size`` of
 rank ``j % world_size``. So the blocks, and with them every micro-batch, are the same at any world size that fits; only
-who computes them changes.
+who computes them changes. Ranks here are data ranks: peers that hold parts of one model are one of them, see
+:mod:`overnight.trainer.data.shares`.
 
 The position of a loader counts the samples that all ranks together have consumed. Per-rank counters repeat or lose
 samples when the number of ranks changes; a global one cannot.
@@ -107,13 +108,14 @@ def weights_of(block: Block, length: int) -> NDArray[np.float32]:
     return (np.arange(block.first, block.first + block.size) < length).astype(np.float32)
 
 
-def divide(global_batch: int, micro_batch: int | None, world_size: int) -> tuple[int, int]:
+def divide(global_batch: int, micro_batch: int | None, world_size: int, noun: str = "rank") -> tuple[int, int]:
     """Divides a global batch among ranks.
 
     Args:
         global_batch: Samples per update, all ranks together.
         micro_batch: Samples per rank and backward pass; None takes the rank's whole share in one.
         world_size: Number of ranks.
+        noun: What an error calls them.
 
     Returns:
         ``(micro_batch, accumulate)`` with ``micro_batch * accumulate * world_size == global_batch``.
@@ -131,10 +133,10 @@ def divide(global_batch: int, micro_batch: int | None, world_size: int) -> tuple
     near = [size for size in (below, below + step) if size > 0]
     per_micro = f" x micro batch {micro_batch}" if micro_batch else ""
     raise IndivisibleBatchError(
-        f"global batch {global_batch} does not divide by {world_size} rank(s){per_micro}",
+        f"global batch {global_batch} does not divide by {world_size} {noun}(s){per_micro}",
         hint=(
-            f"Numbers of ranks that fit: {_listed(fitting_ranks)}. "
-            f"Global batches that fit {world_size} rank(s): {_listed(near)} (multiples of {step})."
+            f"Numbers of {noun}s that fit: {_listed(fitting_ranks)}. "
+            f"Global batches that fit {world_size} {noun}(s): {_listed(near)} (multiples of {step})."
         ),
         global_batch=global_batch,
         micro_batch=micro_batch,
