@@ -103,6 +103,11 @@ class Cursor:
         return 1.0 if self.batch is None or self.batch.weights is None else float(self.batch.weights.sum())
 
     @property
+    def num_peers(self) -> int | None:
+        """Number of ranks that have the body's micro-batch too, this one included; None without a micro-batch."""
+        return self._pending.loader.num_peers if self._pending is not None and self._pending.loader else None
+
+    @property
     def in_body(self) -> bool:
         """Whether the script is inside the body of a loop."""
         return self._pending is not None and not self._pending.abandoned
@@ -125,6 +130,12 @@ class Cursor:
             loader.load_state_dict(self._loader_states[key])
         self._loaders[key] = loader
 
+    @property
+    def is_divided_as_saved(self) -> bool:
+        """Whether the samples of all loaders are divided among as many ranks as at the save."""
+        saved = {key: self._loader_states[key]["world_size"] for key in self._loaders if key in self._loader_states}
+        return all(self._loaders[key].world_size == number for key, number in saved.items())
+
     def open_epoch(self, loader: DataLoader) -> int:
         """The first epoch of a new loop over a loader: one of which no loop has given a batch."""
         epoch, position = self._given.get(self._key_of(loader), (loader.epoch, loader.position))
@@ -142,7 +153,10 @@ class Cursor:
     def declare(self, loader: DataLoader, epochs: int | None) -> None:
         """Tells the sample record what to expect; None when something else than the data ends the loop."""
         key, repeats = self._key_of(loader), loader.repeats
-        self._record.declare(key, epochs=epochs, samples_per_epoch=loader.samples_per_epoch, repeats=repeats)
+        data_rank = loader.rank if loader.num_peers > 1 else None
+        self._record.declare(
+            key, epochs=epochs, samples_per_epoch=loader.samples_per_epoch, repeats=repeats, data_rank=data_rank
+        )
 
     def leave_epoch(self, loader: DataLoader, batch: MicroBatch, *, consumed: bool) -> None:
         """Tells the sample record that nothing behind ``batch`` is wanted of its epoch and of its loop."""

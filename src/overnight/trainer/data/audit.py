@@ -8,7 +8,7 @@ Nothing here needs torch, so that whoever reports on a trial can count without l
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, fence_name
 from overnight.trainer.data.entries import Declaration, Entry, RankRecord, Token, read_attempts
+
+Content = tuple[int, int, int, bytes]
+"""What peers have in common: step, epoch, position of the first sample, and the indices."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def audit(trial_dir: Path, *, checkpoints: Path | None = None, finished: bool = 
     records = list(read_attempts(trial_dir))
     forks = read_forks(checkpoints or trial_dir / "checkpoints")
     limits = lineage(forks, {token for record in records for token in record.tokens})
-    kept = [entry for record in records for entry in record.entries if _is_kept(entry, limits)]
+    kept = once_per_peers([entry for record in records for entry in record.entries if _is_kept(entry, limits)])
     by_loader: dict[str, list[Entry]] = defaultdict(list)
     for entry in kept:
         by_loader[entry.loader].append(entry)
@@ -117,6 +120,34 @@ def lineage(forks: dict[Token, Fork], tokens: set[Token]) -> dict[Token, float]:
         older = [one for one in tokens | set(forks) if one < token] if fork.step else []
         token = fork.parent or max(older, default=None)
     return limits
+
+
+def once_per_peers(entries: list[Entry]) -> list[Entry]:
+    """Entries with those that peers have in common taken once; what only one of them has stays, and so do differences.
+
+    Peers are the ranks of one start that share a data rank. One that was killed may have recorded less than another.
+    """
+    groups: dict[tuple[Token, str, int], dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+    for entry in entries:
+        groups[(entry.attempt, entry.generation), entry.loader, entry.data_rank][entry.rank].append(entry)
+    kept: list[Entry] = []
+    for peers in groups.values():
+        first, *others = peers.values()
+        kept += first
+        have = Counter(map(_content, first)) if others else Counter()
+        for other in others:
+            seen: Counter[Content] = Counter()
+            for entry in other:
+                content = _content(entry)
+                seen[content] += 1
+                if seen[content] > have[content]:
+                    have[content] += 1
+                    kept.append(entry)
+    return kept
+
+
+def _content(entry: Entry) -> Content:
+    return entry.step, entry.epoch, entry.first, entry.indices.tobytes()
 
 
 def _is_kept(entry: Entry, limits: dict[Token, float]) -> bool:

@@ -3,7 +3,8 @@
 A file is a sequence of frames (see :mod:`overnight.trainer.data.frames`) whose first byte is their kind.
 
 * ``S``: JSON, the start of a process: ``version rank world_size attempt generation``.
-* ``L``: JSON, a loader: ``id name epochs samples_per_epoch repeats``; the last one of a name counts.
+* ``L``: JSON, a loader: ``id name epochs samples_per_epoch repeats``; the last one of a name counts. ``data_rank``,
+  where it is there, is equal on ranks that consume the same samples; else it is the rank.
 * ``B``: JSON, the script left a loader's epoch for good before its end: ``id epoch position step``.
 * ``U``: a micro-batch: loader id, step, epoch, position before the update, position of the first sample, count, width;
   then the indices as unsigned integers of ``width`` bytes, or with width 0 the first of consecutive ones.
@@ -44,6 +45,7 @@ class Entry:
     position: int
     first: int
     indices: NDArray[np.int64]
+    data_rank: int
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -101,13 +103,15 @@ def read_record(path: Path) -> RankRecord:
     record = RankRecord()
     session: dict[str, Any] = {}
     names: dict[int, str] = {}
+    data_ranks: dict[int, int] = {}
     for payload in read_frames(path):
         if payload[:1] == b"S":
-            session, names = json.loads(payload[1:]), {}
+            session, names, data_ranks = json.loads(payload[1:]), {}, {}
             record.tokens.append((session["attempt"], session["generation"]))
         elif payload[:1] == b"L":
             body = json.loads(payload[1:])
             names[body["id"]] = body["name"]
+            data_ranks[body["id"]] = body.get("data_rank", session["rank"])
             declared = Declaration(body["epochs"], body["samples_per_epoch"], body["repeats"])
             record.declarations[record.tokens[-1], body["name"]] = declared
         elif payload[:1] == b"B":
@@ -115,7 +119,7 @@ def read_record(path: Path) -> RankRecord:
             place = body["epoch"], body["position"], body["step"]
             record.endings.append(Ending(record.tokens[-1], names[body["id"]], *place))
         elif payload[:1] == b"U":
-            record.entries.append(_entry(payload, session, names))
+            record.entries.append(_entry(payload, session, names, data_ranks))
     return record
 
 
@@ -125,7 +129,7 @@ def read_attempts(trial_dir: Path) -> Iterator[RankRecord]:
         yield read_record(path)
 
 
-def _entry(payload: bytes, session: dict[str, Any], names: dict[int, str]) -> Entry:
+def _entry(payload: bytes, session: dict[str, Any], names: dict[int, str], data_ranks: dict[int, int]) -> Entry:
     _, loader_id, step, epoch, position, first, count, width = ENTRY_HEAD.unpack_from(payload)
     return Entry(
         attempt=session["attempt"],
@@ -137,6 +141,7 @@ def _entry(payload: bytes, session: dict[str, Any], names: dict[int, str]) -> En
         position=position,
         first=first,
         indices=unpack(payload[ENTRY_HEAD.size :], count, width),
+        data_rank=data_ranks[loader_id],
     )
 
 

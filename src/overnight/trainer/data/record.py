@@ -54,7 +54,13 @@ class SampleRecord:
         self._append_json(b"S", {"version": FORMAT_VERSION, **session})
 
     def declare(
-        self, name: str = "main", *, epochs: int | None, samples_per_epoch: int | None, repeats: bool = False
+        self,
+        name: str = "main",
+        *,
+        epochs: int | None,
+        samples_per_epoch: int | None,
+        repeats: bool = False,
+        data_rank: int | None = None,
     ) -> None:
         """Says what a loader is going to give, so that an audit knows what to expect.
 
@@ -63,10 +69,13 @@ class SampleRecord:
             epochs: How many epochs will be trained; None if something else ends the run.
             samples_per_epoch: ``loader.samples_per_epoch``: all ranks together, after the tail rule.
             repeats: ``loader.repeats``: an index may come more than once in an epoch.
+            data_rank: ``loader.rank``: the ranks of an attempt that have it in common consume the same samples, which
+                count once. Without, no two ranks do.
         """
         loader_id = self._loader_ids.setdefault(name, len(self._loader_ids))
         declared = {"name": name, "epochs": epochs, "samples_per_epoch": samples_per_epoch, "repeats": repeats}
-        self._append_json(b"L", {"id": loader_id, **declared})
+        share = {} if data_rank is None else {"data_rank": data_rank}
+        self._append_json(b"L", {"id": loader_id, **declared, **share})
 
     def leave(self, step: int, epoch: int, position: int, name: str = "main") -> None:
         """Says that the rest of an epoch is not wanted, so that an audit does not miss it.
