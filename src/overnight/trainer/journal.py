@@ -40,6 +40,7 @@ class Entry:
         at: Unix time, seconds.
         reduce: How the ranks' values become one.
         weight: Number of samples behind the value; a rank with 0 does not count.
+        num_peers: Number of ranks that have the same samples; a sum counts them once.
     """
 
     key: str
@@ -48,6 +49,7 @@ class Entry:
     at: float
     reduce: Reduce = "mean"
     weight: float = 1.0
+    num_peers: int = 1
 
 
 class Journal:

@@ -54,7 +54,9 @@ class Metrics:
         self.reported: dict[str, Any] = {}
         self._due_at: dict[float, float] = {}
 
-    def log(self, step: int, values: Mapping[str, Any], reduce: Reduce = "mean", weight: float = 1.0) -> None:
+    def log(
+        self, step: int, values: Mapping[str, Any], reduce: Reduce = "mean", weight: float = 1.0, num_peers: int = 1
+    ) -> None:
         """Keeps values; a tensor is detached and copied, not fetched.
 
         Args:
@@ -62,6 +64,7 @@ class Metrics:
             values: Numbers or tensors of one number, by name.
             reduce: How the values of all ranks become one.
             weight: Number of samples behind them on this rank.
+            num_peers: Number of ranks that have the same samples.
 
         Raises:
             BadInputError: A value is no single number, or the rule is none.
@@ -69,11 +72,11 @@ class Metrics:
         require_reduce(reduce)
         now = time.time()
         names = sorted(values) if self._group is not None else values
-        entries = [Entry(name, step, _kept(name, values[name]), now, reduce, weight) for name in names]
+        entries = [Entry(name, step, _kept(name, values[name]), now, reduce, weight, num_peers) for name in names]
         self.journal.add(f"logged {', '.join(names)} ({reduce}) at step {step}", entries)
 
     def announce(
-        self, step: int, values: Mapping[str, Any], reduce: Reduce = "mean", weight: float = 1.0
+        self, step: int, values: Mapping[str, Any], reduce: Reduce = "mean", weight: float = 1.0, num_peers: int = 1
     ) -> Announcement:
         """Keeps what is going to be reported once all ranks are there. Nothing may be logged before :meth:`report`.
 
@@ -87,7 +90,7 @@ class Metrics:
         numbers = {name: number(name, value) for name, value in values.items() if name not in texts}
         names = sorted(numbers) if self._group is not None else numbers
         now = time.time()
-        entries = [Entry(name, step, numbers[name], now, reduce, weight) for name in names]
+        entries = [Entry(name, step, numbers[name], now, reduce, weight, num_peers) for name in names]
         self.journal.add(f"reported {', '.join(sorted(values))} ({reduce}) at step {step}", entries)
         return Announcement(step, texts, len(entries))
 

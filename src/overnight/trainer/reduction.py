@@ -15,7 +15,8 @@ class Reduction:
     """One reduction under way. All ranks start it with the same keys, steps and rules, in the same order.
 
     Means are weighted: ranks that hold 3 and 1 samples of an uneven tail give the mean over 4 samples. A rank whose
-    weight is 0 does not count, whatever its value is. A NaN on one rank that counts makes the result NaN.
+    weight is 0 does not count, whatever its value is. A NaN on one rank that counts makes the result NaN. Peers, which
+    have the same samples, count once in a sum; in a mean and an extreme it makes no difference.
 
     Args:
         group: A gloo group of all ranks.
@@ -25,6 +26,7 @@ class Reduction:
     def __init__(self, group: dist.ProcessGroup, entries: Sequence[Entry]) -> None:
         self._entries = entries
         self._is_mean = torch.tensor([entry.reduce == "mean" for entry in entries], dtype=torch.bool)
+        self._num_peers = torch.tensor([entry.num_peers for entry in entries], dtype=torch.float64)
         signs = [{"max": 1.0, "min": -1.0}.get(entry.reduce, 0.0) for entry in entries]
         self._sign = torch.tensor(signs, dtype=torch.float64)
         self._is_extreme = self._sign != 0
@@ -53,7 +55,7 @@ class Reduction:
         for work in self._works:
             work.wait()
         sums, divisors = self._sums
-        results = torch.where(self._is_mean, sums / divisors, sums)
+        results = sums / torch.where(self._is_mean, divisors, self._num_peers)
         peaks = self._sign[self._is_extreme] * self._peaks
         results[self._is_extreme] = torch.where(sums[self._is_extreme].isnan(), math.nan, peaks)
         numbers: list[float] = results.tolist()
