@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from overnight.trainer.exits import Interrupted, Left, Stopped, Yielded, describ
 from overnight.trainer.journal import Reduce, Values
 from overnight.trainer.link import Link
 from overnight.trainer.loops import Loop, Loops
+from overnight.trainer.meshes import Arrangement, join_group_of_one
 from overnight.trainer.metrics import Metrics
 from overnight.trainer.orders import Orders
 from overnight.trainer.params import Params
@@ -49,6 +50,9 @@ from overnight.trainer.start import (
     tell_differences,
 )
 from overnight.trainer.warm import WarmStart, What
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 RUN = f"{INTERNAL}run"
 RNG = f"{INTERNAL}rng"
@@ -130,6 +134,7 @@ class Run:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.seed = self.seed if environment.seed is None else environment.seed
         self.device = pick_device(environment)
+        self._arrangement = Arrangement(self.rank, self.world_size)
         answer_with_stacks(environment)
         self._link = Link(environment.supervisor, self.rank, os.getpid(), self._ledger.pulse)
         self._link.open()
@@ -167,6 +172,7 @@ class Run:
     def _restore_own_state(self) -> None:
         saved = self._origin.restored.state(RUN) if self._origin.restored is not None else None
         self._first_step: int = saved["step"] if saved else 0
+        self._saved_peers = saved.get("peers", []) if saved else []
         reader = Reader(self.rank, self.world_size, self.seed)
         loader_states = saved["loaders"] if saved else {}
         self._cursor = Cursor(reader, self._record, self._ledger, self._reached, self._first_step, loader_states)
@@ -233,6 +239,27 @@ class Run:
             complain(f"a save was not committed: {failure.message}")
 
     # -- what the script tells ----------------------------------------------------------------------------------------
+
+    def mesh(self, **sizes: int) -> "DeviceMesh":
+        """The ranks as a mesh of named dimensions, outermost first: ``run.mesh(dp=-1, tp=2)``. All ranks call it.
+
+        Ranks along ``dp``, ``dp_replicate``, ``dp_shard`` and ``fsdp`` train on different samples, their peers along
+        ``tp``, ``cp`` and ``pp`` on the same: give the mesh to the loader too. When the first loop begins, the
+        process's random numbers are seeded alike on peers. Where peers log a sum, it counts once.
+
+        Args:
+            **sizes: Ranks along each dimension; one may be -1, for what is left.
+
+        Returns:
+            A mesh of :attr:`device`'s type, the same one each time.
+
+        Raises:
+            BadInputError: The sizes do not multiply to the number of ranks (the hint names some that do), a name is
+                not one of these, or the sizes are not those of the first call.
+        """
+        if self.world_size == 1:
+            self._owns_group |= join_group_of_one(self.device)
+        return self._arrangement.mesh(sizes, self.device)
 
     def track(self, **objects: Any) -> None:
         """Tracks objects by name and, in a resumed run, gives each its saved state at once.
@@ -301,7 +328,7 @@ class Run:
             BadInputError: A value is no single number, a name is empty or longer than 250 characters, or no such rule.
             RanksDisagreeError: At a later boundary, on all ranks: some rank did not log what the others did.
         """
-        self._metrics.log(self.step, {**(values or {}), **more_values}, reduce, self._weight)
+        self._metrics.log(self.step, {**(values or {}), **more_values}, reduce, self._weight, self._num_peers)
 
     def report(self, values: Values = None, /, *, reduce: Reduce = "mean", **more_values: Any) -> None:
         """Reports results at :attr:`step`, such as the objective; pruners see them. Fetches tensors at once.
@@ -316,7 +343,8 @@ class Run:
             BadInputError: A value is neither a single number nor text, or no such rule.
             RanksDisagreeError: Another rank reports something else, or is somewhere else.
         """
-        announced = self._metrics.announce(self.step, {**(values or {}), **more_values}, reduce, self._weight)
+        together = {**(values or {}), **more_values}
+        announced = self._metrics.announce(self.step, together, reduce, self._weight, self._num_peers)
         self._agreement.meet(Spot.REPORT, self.step)
         self._metrics.report(announced, self._phase)
 
@@ -401,6 +429,10 @@ class Run:
     @property
     def _weight(self) -> float:
         return 1.0 if self._phase else self._cursor.weight
+
+    @property
+    def _num_peers(self) -> int:
+        return self._cursor.num_peers or self._arrangement.num_peers
 
     # -- where it is ------------------------------------------------------------------------------------------------
 
@@ -529,10 +561,10 @@ class Run:
             return
         self._ready = True
         restored = self._origin.restored
-        if restored is not None and restored.manifest.world_size == self.world_size:
+        if restored is not None and self._is_arranged_as(restored):
             rng.restore(restored.state(RNG))
         else:
-            rng.rederive(self.seed, self._cursor.step, self.rank)
+            rng.rederive(self.seed, self._cursor.step, self._arrangement.share.rank)
         if restored is not None and GRADIENTS in restored.names:
             self._put_gradients_back(restored)
         if restored is not None and self.rank == 0:
@@ -542,9 +574,14 @@ class Run:
         if restored is not None:
             restored.release()
 
+    def _is_arranged_as(self, restored: Restored) -> bool:
+        """Whether each rank is the one of that number at the save, with the same part of the samples."""
+        same_peers = self._saved_peers == self._arrangement.peers and self._cursor.is_divided_as_saved
+        return restored.manifest.world_size == self.world_size and same_peers
+
     def _put_gradients_back(self, restored: Restored) -> None:
         """Goes on in the middle of an accumulation by the script; each rank's gradients are of its own samples."""
-        if restored.manifest.world_size != self.world_size:
+        if not self._is_arranged_as(restored):
             if self.rank == 0:
                 complain(f"{restored.manifest.name} was saved in the middle of an accumulation; its gradients are lost")
             return
@@ -592,7 +629,12 @@ class Run:
         self._name_untracked()
         self._metrics.flush(self._cursor.step, self._phase, everything=True)
         self._record.flush()
-        own = {"step": self._cursor.step, "loops": self._loops.export(), "loaders": self._cursor.loader_states()}
+        own = {
+            "step": self._cursor.step,
+            "peers": self._arrangement.peers,
+            "loops": self._loops.export(),
+            "loaders": self._cursor.loader_states(),
+        }
         return Moment(
             step=self._cursor.step,
             kind=kind,
