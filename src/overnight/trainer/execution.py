@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overnight.core.errors import BadInputError, CheckpointError
-from overnight.trainer import rng, untracked
+from overnight.trainer import buckets, rng, untracked
 from overnight.trainer.agreement import Agreement, Spot, Wishes
 from overnight.trainer.boundary import Every, Leave, Policy, Signals
 from overnight.trainer.checkpoint.handle import SaveHandle
@@ -573,6 +573,10 @@ class Run:
                 complain(f"{name!r} is in {restored.manifest.name}, but this run does not track it")
         if restored is not None:
             restored.release()
+        if self.rank == 0 and self.world_size > buckets.COMMUTATIVE:
+            text = buckets.warning(self._saver.tracked.values(), untracked.script_frames())
+            if text is not None:
+                complain(text)
 
     def _is_arranged_as(self, restored: Restored) -> bool:
         """Whether each rank is the one of that number at the save, with the same part of the samples."""

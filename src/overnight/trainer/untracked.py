@@ -66,8 +66,13 @@ def untracked(tracked: Mapping[str, Any], frames: Iterable[FrameType]) -> dict[s
         frames: Where to look, innermost first.
     """
     found: dict[int, tuple[str, Any]] = {}
+
+    def take(name: str, value: Any) -> None:
+        if isinstance(obj := unwrap(value), _KINDS):
+            found.setdefault(id(obj), (name, obj))
+
     for frame in frames:
-        _collect(frame, lambda name, obj: found.setdefault(id(obj), (name, obj)))
+        look(frame, take)
     covered = _Covered(tracked.values())
     optimizers = [obj for _, obj in found.values() if isinstance(obj, torch.optim.Optimizer)]
     owned = {id(param) for optimizer in (*optimizers, *covered.optimizers) for param in _params(optimizer)}
@@ -76,7 +81,8 @@ def untracked(tracked: Mapping[str, Any], frames: Iterable[FrameType]) -> dict[s
     return {name: obj for name, obj in left if id(obj) not in inside}
 
 
-def _collect(frame: FrameType, take: Callable[[str, Any], Any]) -> None:
+def look(frame: FrameType, take: Callable[[str, Any], Any]) -> None:
+    """Calls ``take`` with the name and value of each variable that a frame sees, and with what is one level inside."""
     variables = frame.f_locals
     is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
     try:
@@ -94,9 +100,7 @@ def _look(variables: Mapping[str, Any], take: Callable[[str, Any], Any]) -> None
     held = [(name, value) for name, value in named if not isinstance(value, _PLAIN)]
     deeper = (found for name, value in held for found in _inside(name, value))
     for name, value in chain(held, deeper):
-        inner = unwrap(value)
-        if isinstance(inner, _KINDS):
-            take(name, inner)
+        take(name, value)
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
