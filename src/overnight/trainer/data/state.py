@@ -19,7 +19,7 @@ class LoaderState:
         dataset_length: Number of samples in the data set.
         fingerprint: Identity of its content; None if it was not known yet.
         global_batch: Samples per update.
-        world_size: Number of ranks.
+        world_size: Number of ranks that read different samples.
         seed: Of order and augmentation.
         sampler: Kind of order.
         order: What else the order depends on (hash of weights, or of a sampler's epoch), may be empty.
