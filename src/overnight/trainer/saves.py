@@ -59,12 +59,17 @@ class Saves:
         self._link = link
         self._moment = moment
         self._meet = meet
-        self._rank = rank
         self._shared = world_size > 1
+        self._keeps_time = rank == 0
         self._wanted: Kind | None = None
         self._num_waits = 0
         self._began = False
         self._began_unseen = False
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is anything that a checkpoint would hold."""
+        return self._saver.tracks
 
     def request(self) -> SaveHandle:
         """The script wants a save at the next boundary."""
@@ -75,25 +80,27 @@ class Saves:
 
     def wishes(self, *, leave: int, save: bool, over: int, send: bool) -> Wishes:
         """This rank's wishes, to which those of its saves are added; once at each boundary."""
+        timed = self._keeps_time and self._saver.tracks and self._policy.due_by_time()
         self._pipeline.poll()
         self._tell_commits()
         # other ranks' wishes are those of the boundary before: they do not know yet of what began there
         self._began_unseen, self._began = self._began and self._shared, False
         return Wishes(
             leave=leave,
-            save=int(save or self._pipeline.wants_again),
+            save=int(save or timed or self._pipeline.wants_again),
             over=over,
             send=int(send),
             busy=int(self._pipeline.busy),
             failed=int(self._pipeline.unobserved_failure() is not None),
         )
 
-    def at_boundary(self, agreed: Wishes, *, due: bool) -> None:
+    def at_boundary(self, agreed: Wishes, *, step: int, epoch_end: bool) -> None:
         """Begins a save if one is wanted and possible; puts it off and counts that if one is still being written.
 
         Args:
             agreed: The wishes of all ranks.
-            due: Updates or epochs call for a save, on all ranks.
+            step: Updates done.
+            epoch_end: An epoch ends here.
 
         Raises:
             SaveFailedError, FencedError: An earlier save has failed, here or on another rank, and nobody was told.
@@ -101,6 +108,7 @@ class Saves:
         if agreed.failed:
             raise self._failure()
         self._policy.updated(writing=self._pipeline.writing)
+        due = self._saver.tracks and self._policy.due_by_count(step, epoch_end=epoch_end)
         if agreed.save or due:
             self._wanted = self._wanted or "periodic"
         if self._wanted is not None:
