@@ -118,37 +118,18 @@ def begin(
         ConflictError: A device is leased, or not in a state to be leased.
         NotFoundError: No such trial, node or device.
     """
-    attempt_id, number = ids("attempt"), expected_attempt + 1
-    transitions.transition(
-        conn,
-        trial_id=trial_id,
-        expected={TrialState.QUEUED},
-        after=TrialState.STARTING,
-        attempt=expected_attempt,
-        actor=actor,
-        cause=cause,
-        now=now,
-        attempt_id=attempt_id,
-        data={"attempt": number, "devices": list(device_ids)},
-        changes={"attempts_made": number},
-    )
+    attempt = _new(ids("attempt"), trial_id, expected_attempt + 1, node_id, device_ids, now)
+    _start_trial(conn, attempt, actor, cause)
     _require_leasable(conn, node_id, device_ids)
-    values = {
-        "id": attempt_id,
-        "trial_id": trial_id,
-        "number": number,
-        "generation": 1,
-        "node_id": node_id,
-        "created_at": now,
-        "cause": "",
-        "exit_codes": [],
-        "directive": INITIAL,
-    }
-    conn.execute(_INSERT, values)
-    lease = {"attempt_id": attempt_id, "state": LeaseState.ACTIVE.value, "created_at": now}
-    conn.execute(_INSERT_LEASE, lease)
-    _lease(conn, attempt_id, device_ids)
-    touch(conn, "attempts", "devices", f"attempt:{attempt_id}", f"node:{node_id}")
+    _insert(conn, attempt)
+    _lease(conn, attempt.id, device_ids)
+    touch(conn, "attempts", "devices", f"attempt:{attempt.id}", f"node:{node_id}")
+    return attempt
+
+
+def _new(
+    attempt_id: str, trial_id: str, number: int, node_id: str, device_ids: Sequence[str], now: datetime
+) -> Attempt:
     return Attempt(
         id=attempt_id,
         trial_id=trial_id,
@@ -162,6 +143,40 @@ def begin(
         ended_at=None,
         outcome=None,
     )
+
+
+def _start_trial(conn: sa.Connection, attempt: Attempt, actor: str, cause: str) -> None:
+    """Whoever began an attempt of this number before has moved the trial on, so that it is begun once."""
+    transitions.transition(
+        conn,
+        trial_id=attempt.trial_id,
+        expected={TrialState.QUEUED},
+        after=TrialState.STARTING,
+        attempt=attempt.number - 1,
+        actor=actor,
+        cause=cause,
+        now=attempt.created_at,
+        attempt_id=attempt.id,
+        data={"attempt": attempt.number, "devices": list(attempt.devices)},
+        changes={"attempts_made": attempt.number},
+    )
+
+
+def _insert(conn: sa.Connection, attempt: Attempt) -> None:
+    values = {
+        "id": attempt.id,
+        "trial_id": attempt.trial_id,
+        "number": attempt.number,
+        "generation": attempt.generation,
+        "node_id": attempt.node_id,
+        "created_at": attempt.created_at,
+        "cause": attempt.cause,
+        "exit_codes": [],
+        "directive": INITIAL,
+    }
+    conn.execute(_INSERT, values)
+    lease = {"attempt_id": attempt.id, "state": LeaseState.ACTIVE.value, "created_at": attempt.created_at}
+    conn.execute(_INSERT_LEASE, lease)
 
 
 def _require_leasable(conn: sa.Connection, node_id: str, device_ids: Sequence[str]) -> None:
