@@ -21,15 +21,21 @@ class Attempt(Protocol):
     """What the API needs of the supervisor."""
 
     @property
-    def generation(self) -> int: ...
+    def generation(self) -> int:
+        """Of the current start of the ranks, from 1."""
+        ...
 
     def spool(self, kind: str, data: dict[str, Any], *, urgent: bool = False) -> None:
         """Records an event."""
         ...
 
-    def directive(self) -> dict[str, Any]: ...
+    def directive(self) -> dict[str, Any]:
+        """What the ranks are told now."""
+        ...
 
-    async def directive_after(self, version: int, seconds: float) -> dict[str, Any]: ...
+    async def directive_after(self, version: int, seconds: float) -> dict[str, Any]:
+        """The current directive, as soon as its version is not ``version``, at latest in ``seconds``."""
+        ...
 
     def rank_said(self, what: str, rank: int, data: dict[str, Any]) -> None:
         """``hello``, ``error`` or ``leaving``."""

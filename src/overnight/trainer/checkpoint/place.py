@@ -150,32 +150,38 @@ class LocalPlace(Place):
         return self.root / fence_name(token)
 
     def entries(self, folder: str = "") -> list[str]:
+        """Names of everything in a folder, sorted; empty if it does not exist."""
         try:
             return sorted(entry.name for entry in os.scandir(self.root / folder))
         except FileNotFoundError:
             return []
 
     def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the files directly in a folder, by name; empty if it does not exist."""
         try:
             return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()}
         except FileNotFoundError:
             return {}
 
     def read(self, path: str) -> bytes:
+        """A whole file."""
         return (self.root / path).read_bytes()
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset`` on; fewer at the end of the file."""
         with (self.root / path).open("rb") as file:
             file.seek(offset)
             return file.read(length)
 
     def write(self, path: str, data: bytes) -> None:
+        """Writes beside the file, renames, and syncs both file and folder. Makes folders that are missing."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, data)
         sync_directory(target.parent)
 
     def create(self, path: str, data: bytes) -> bool:
+        """Links a finished temporary file to the name, which fails if the name exists."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{_unique()}.tmp")
@@ -191,6 +197,7 @@ class LocalPlace(Place):
         return True
 
     def remove(self, path: str) -> None:
+        """Deletes a file, or renames a folder to a hidden name first, so that readers see all of it or nothing."""
         target = self.root / path
         if not target.is_dir():
             target.unlink(missing_ok=True)
@@ -201,6 +208,7 @@ class LocalPlace(Place):
             shutil.rmtree(trash, ignore_errors=True)
 
     def checkpoints(self) -> list[CheckpointName]:
+        """Published checkpoints, oldest token first: the rename that gives a folder its name publishes it."""
         return sorted(name for entry in self.entries() if (name := CheckpointName.parse(entry)))
 
     def __str__(self) -> str:

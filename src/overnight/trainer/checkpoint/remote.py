@@ -44,9 +44,11 @@ class RemotePlace(Place):
         return "/".join([self._root, *parts])
 
     def entries(self, folder: str = "") -> list[str]:
+        """Names of everything in a folder, sorted; empty if it does not exist. Never from a cache."""
         return sorted(name for name, _ in self._list(folder))
 
     def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of the files directly in a folder, by name; empty if it does not exist."""
         return {name: int(info["size"]) for name, info in self._list(folder) if info["type"] == "file"}
 
     def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
@@ -65,13 +67,16 @@ class RemotePlace(Place):
         return [(name, info) for name, info in inside if name]
 
     def read(self, path: str) -> bytes:
+        """A whole file."""
         return cast(bytes, self.patience.call(lambda: self.files.cat_file(self.full(path))))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset`` on, in one request; fewer at the end of the file."""
         end = offset + length
         return cast(bytes, self.patience.call(lambda: self.files.cat_file(self.full(path), start=offset, end=end)))
 
     def write(self, path: str, data: bytes) -> None:
+        """Puts an object, which readers see whole or not at all; makes the folder around it where the store has any."""
         self.make_folder(path)
         self.patience.call(lambda: self.files.pipe_file(self.full(path), data))
 
@@ -84,6 +89,11 @@ class RemotePlace(Place):
             self.patience.call(lambda: self.files.makedirs(parent, exist_ok=True))
 
     def create(self, path: str, data: bytes) -> bool:
+        """Writes a file unless it exists or somebody else has announced it.
+
+        Each caller first writes a claim of a unique name, then looks for others. Of several callers at most one gets
+        True, and when all meet at once, none may.
+        """
         claim = f"{path}.claim-{os.urandom(8).hex()}"
         self.write(claim, b"")
         folder, _, name = path.rpartition("/")
@@ -115,6 +125,7 @@ class RemotePlace(Place):
             return tries > 1 and self.read(path) == data
 
     def remove(self, path: str) -> None:
+        """Deletes a file or folder if it exists; of a checkpoint its manifest first, so that nobody reads half of it."""
         if CheckpointName.parse(path) is not None:  # without its manifest it is no checkpoint any more
             with contextlib.suppress(FileNotFoundError):
                 self.patience.call(lambda: self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}")))
@@ -127,6 +138,7 @@ class RemotePlace(Place):
             self.patience.call(delete)
 
     def checkpoints(self) -> list[CheckpointName]:
+        """Published checkpoints, oldest token first: those that have a manifest."""
         names = [name for entry in self.entries() if (name := CheckpointName.parse(entry))]
         return sorted(name for name in names if MANIFEST_NAME in self.sizes(str(name)))
 

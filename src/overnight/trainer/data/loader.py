@@ -328,6 +328,7 @@ class DataLoader:
 
     @position.setter
     def position(self, position: int) -> None:
+        """Moves within the current epoch, as :meth:`seek` does."""
         self.seek(self._epoch, position)
 
     @property

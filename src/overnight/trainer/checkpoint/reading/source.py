@@ -101,10 +101,20 @@ class FolderSource:
         return str(self.folder)
 
     def names(self) -> set[str]:
+        """Names of everything in the folder.
+
+        Raises:
+            CorruptCheckpointError: It cannot be read.
+        """
         with _naming(self.folder.name):
             return {entry.name for entry in os.scandir(self.folder)}
 
     def size(self, file: str) -> int:
+        """Bytes of a file, which need not be in the folder itself: bases lie beside it.
+
+        Raises:
+            CorruptCheckpointError: It is missing or no regular file.
+        """
         with _naming(file):
             found = (self.folder / file).stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
@@ -112,6 +122,11 @@ class FolderSource:
         return found.st_size
 
     def read(self, file: str, start: int, end: int, wants: Sequence[Want]) -> str:
+        """Reads a range once, big wants straight into their memory; returns the xxh3-128 of the range in hex.
+
+        Raises:
+            CorruptCheckpointError: The file is missing, too short or cannot be read.
+        """
         digest = xxhash.xxh3_128()
         scratch = memoryview(bytearray(min(BLOCK_BYTES, end - start)))
         with _naming(file):
@@ -127,6 +142,11 @@ class FolderSource:
         return digest.hexdigest()
 
     def read_all(self, file: str) -> bytes:
+        """A whole, small file, not verified.
+
+        Raises:
+            CorruptCheckpointError: It is missing, no regular file or cannot be read.
+        """
         self.size(file)
         with _naming(file):
             return (self.folder / file).read_bytes()
@@ -210,15 +230,32 @@ class PlaceSource:
         return f"{self._place}/{self._name}"
 
     def names(self) -> set[str]:
+        """Names of the files in the checkpoint, listed once.
+
+        Raises:
+            UnavailableError: The store did not answer.
+        """
         return set(self._sizes_in(str(self._name)))
 
     def size(self, file: str) -> int:
+        """Bytes of a file, as its folder was listed once.
+
+        Raises:
+            CorruptCheckpointError: It is missing.
+            UnavailableError: The store did not answer.
+        """
         folder, _, name = self._path(file).rpartition("/")
         if name not in (sizes := self._sizes_in(folder)):
             raise CorruptCheckpointError(f"{file} cannot be read: No such file or directory")
         return sizes[name]
 
     def read(self, file: str, start: int, end: int, wants: Sequence[Want]) -> str:
+        """Reads a range with one request, copies what is wanted, and returns the xxh3-128 of the range in hex.
+
+        Raises:
+            CorruptCheckpointError: The file is missing or too short.
+            UnavailableError: The store did not answer.
+        """
         path = self._path(file)
         data = self._try(file, lambda: self._place.read_range(path, start, end - start)) if end > start else b""
         if len(data) != end - start:
@@ -229,6 +266,7 @@ class PlaceSource:
         return xxhash.xxh3_128_hexdigest(data)
 
     def read_all(self, file: str) -> bytes:
+        """A whole, small file, not verified; raises as :meth:`read` does."""
         return self._try(file, lambda: self._place.read(self._path(file)))
 
     def _path(self, file: str) -> str:

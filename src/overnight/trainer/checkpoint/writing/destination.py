@@ -110,14 +110,20 @@ class LocalDestination(Destination):
         self.rank = rank
 
     def folder(self, name: CheckpointName) -> Path:
+        """The folder in which all ranks prepare the checkpoint; it is made."""
         folder = self.place.partial(name)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
-        pass  # they are there already
+        """Nothing to do: the files were written where they belong."""
 
     def deliver_base(self, folder: Path, base: str, files: Mapping[str, FileEntry]) -> None:
+        """Publishes a base by a rename; one that is there already and has the same sizes is as good.
+
+        Raises:
+            SaveFailedError: The one that is there has other sizes.
+        """
         sync_directory(folder)
         with contextlib.suppress(OSError):  # it exists; whether it is whole is seen below
             folder.rename(self.place.root / base)
@@ -127,9 +133,16 @@ class LocalDestination(Destination):
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, name: CheckpointName, file: str, data: bytes) -> None:
+        """Adds a small file of rank 0; it becomes durable with :meth:`publish`."""
         (self.place.partial(name) / file).write_bytes(data)
 
     def publish(self, manifest: Manifest, token: Token) -> None:
+        """Compares all sizes with the manifest, makes everything durable, and renames the folder.
+
+        Raises:
+            FencedError: A higher token owns the place.
+            SaveFailedError: A rank has given up meanwhile, or a file is missing or of another size.
+        """
         folder = self.place.partial(manifest.name)
         for entry in self.place.entries(folder.name):
             if entry.startswith("abort-"):
@@ -149,6 +162,7 @@ class LocalDestination(Destination):
         self.clean(manifest)
 
     def clean(self, manifest: Manifest) -> None:
+        """Removes what is in the published folder but not in its manifest."""
         folder = str(manifest.name)
         with contextlib.suppress(OSError):  # only rubbish stays
             for entry in self.place.entries(folder):
@@ -156,12 +170,14 @@ class LocalDestination(Destination):
                     self.place.remove(f"{folder}/{entry}")
 
     def is_published(self, name: CheckpointName) -> bool:
+        """Whether the folder has its final name."""
         return self.place.path(name).exists()
 
     def tidy(self) -> None:
-        pass  # retention knows whose unfinished checkpoints these are
+        """Nothing to do: retention knows whose unfinished checkpoints there are."""
 
     def forget(self, name: CheckpointName, *, failed: bool) -> None:
+        """Deletes this rank's files of a failed save, unless rank 0 may be about to publish them; others stay."""
         folder, note = self.place.partial(name), self.place.partial(name) / f"rank-{self.rank}.json"
         with contextlib.suppress(OSError):
             if failed and (self.rank == 0 or not note.exists()):  # else rank 0 may be about to publish
@@ -181,15 +197,18 @@ class RemoteDestination(Destination):
         self._progress = progress
 
     def tidy(self) -> None:
+        """Removes this rank's staged files of earlier processes."""
         for leftover in self._staging.glob(f"*.rank-{self.rank}"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def folder(self, name: CheckpointName) -> Path:
+        """This rank's folder for the checkpoint on this machine; it is made."""
         folder = self._staging / f"{name}.rank-{self.rank}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
+        """Uploads and verifies this rank's files, then puts its note where the ranks meet."""
         from overnight.trainer.checkpoint.writing.upload import upload  # with thread pools: of no use to local places
 
         own = {file: entry for file, entry in files.items() if not file.startswith("../")}
@@ -198,18 +217,30 @@ class RemoteDestination(Destination):
         self.place.write(f"{partial_name(name)}/{note.name}", note.read_bytes())
 
     def deliver_base(self, folder: Path, base: str, files: Mapping[str, FileEntry]) -> None:
+        """Uploads and verifies a base, and deletes it here."""
         from overnight.trainer.checkpoint.writing.upload import upload
 
         upload(self.place, folder, base, files, self._progress)
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, name: CheckpointName, file: str, data: bytes) -> None:
+        """Puts a small file of rank 0 and reads it back.
+
+        Raises:
+            SaveFailedError: It is not what was put.
+        """
         path = f"{name}/{file}"
         self.place.write(path, data)
         if self.place.read(path) != data:
             raise SaveFailedError(f"{path} arrived damaged in {self.place}")
 
     def publish(self, manifest: Manifest, token: Token) -> None:
+        """Puts the manifest, which makes the uploaded files a checkpoint.
+
+        Raises:
+            FencedError: A higher token owns the place.
+            SaveFailedError: A rank has given up meanwhile, or the manifest arrived damaged.
+        """
         meeting = partial_name(manifest.name)
         for entry in self.place.entries(meeting):
             if entry.startswith("abort-"):
@@ -219,11 +250,14 @@ class RemoteDestination(Destination):
         self.clean(manifest)
 
     def clean(self, manifest: Manifest) -> None:
+        """Removes the folder where the ranks met."""
         with contextlib.suppress(Exception):  # whatever the driver raises, only rubbish stays
             self.place.remove(partial_name(manifest.name))
 
     def is_published(self, name: CheckpointName) -> bool:
+        """Whether its manifest is there."""
         return MANIFEST in self.place.sizes(str(name))
 
     def forget(self, name: CheckpointName, *, failed: bool) -> None:
+        """Deletes this rank's folder on this machine, whether the save is good or not."""
         shutil.rmtree(self._staging / f"{name}.rank-{self.rank}", ignore_errors=True)
