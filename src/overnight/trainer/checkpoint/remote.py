@@ -125,7 +125,7 @@ class RemotePlace(Place):
             return tries > 1 and self.read(path) == data
 
     def remove(self, path: str) -> None:
-        """Deletes a file or folder if it exists; of a checkpoint its manifest first, so that nobody reads half of it."""
+        """Deletes a file or folder if it exists; of a checkpoint its manifest first: nobody reads half of it."""
         if CheckpointName.parse(path) is not None:  # without its manifest it is no checkpoint any more
             with contextlib.suppress(FileNotFoundError):
                 self.patience.call(lambda: self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}")))
