@@ -26,13 +26,12 @@ from overnight.platform.node.gang import Gang
 from overnight.platform.node.link import ServerLink
 from overnight.platform.node.mlflow_endpoint import MlflowEndpoint
 from overnight.platform.node.objective import PrintedObjective, Report
-from overnight.platform.node.output import BoundedOutput
 from overnight.platform.node.places import Places, free_port
 from overnight.platform.node.rank import Seat, fork_seat
 from overnight.platform.node.rank_api import RankApi
+from overnight.platform.node.rank_logs import RankLogs
 from overnight.platform.node.restarts import Restarts
 from overnight.platform.node.spool import Spool
-from overnight.platform.node.tail import last_lines
 from overnight.platform.node.watchdog import Watchdog
 from overnight.platform.node.wire import HttpError, Request, Server, WireError
 
@@ -103,9 +102,8 @@ class Supervisor:
         self._started = time.monotonic()
         self._oom_kills = 0
         self._census: set[int] = set()
-        self._outputs = [BoundedOutput(self._log(rank)) for rank in order["ranks"]]
-        self._log_starts: dict[int, int] = {}
-        self._printed = PrintedObjective(self._log(0), order.get("objective") if 0 in order["ranks"] else None)
+        self._logs = RankLogs(self._folder, order["ranks"])
+        self._printed = PrintedObjective(self._logs.path(0), order.get("objective") if 0 in order["ranks"] else None)
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -146,10 +144,7 @@ class Supervisor:
         }
         order = {**self._order, "generation": self.generation}
         env = command.rank_env(order, os.environ, rank=rank, local_rank=local_rank, places=places)
-        return command.rank_order(order, plan, env, log=str(self._log(rank)), warm=self._warm)
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / ("out.log" if rank == 0 else f"out.{rank}.log")
+        return command.rank_order(order, plan, env, log=str(self._logs.path(rank)), warm=self._warm)
 
     def _write_pids(self) -> None:
         launch_lock.write_pids(self._folder, self._gang.pids, self._census)
@@ -230,7 +225,7 @@ class Supervisor:
         """Bounds the output, reads the objective, keeps the census and the time limit."""
         synced_at = counted_at = time.monotonic()
         while True:
-            self._bound_outputs()
+            self._logs.bound()
             self._tell_reports(self._printed.read())
             now = time.monotonic()
             if now - synced_at >= SYNC_SECONDS:
@@ -243,11 +238,6 @@ class Supervisor:
                 counted_at = now
                 self._count_processes()
             await asyncio.sleep(TICK_SECONDS)
-
-    def _bound_outputs(self) -> None:
-        for output in self._outputs:
-            with contextlib.suppress(OSError):
-                output.bound()
 
     def _tell_reports(self, reports: list[Report]) -> None:
         for step, values in reports:
@@ -440,7 +430,7 @@ class Supervisor:
         self._delivery.generation = self.generation
         self._oom_kills = evidence.oom_kills()
         self._watchdog.restart()
-        self._begin_logs(cause)
+        self._logs.begin(f"{cause}; the ranks start again, generation {self.generation}")
         launch_lock.mark_restarted(self._lock)
         try:
             self.start_ranks()
@@ -449,13 +439,6 @@ class Supervisor:
             return
         told = {"generation": self.generation, "cause": cause, "pids": self._told_pids()}
         self.spool("generation", told, urgent=True)
-
-    def _begin_logs(self, cause: str) -> None:
-        """Says in each rank's log that another start begins there."""
-        for rank in self._order["ranks"]:
-            with contextlib.suppress(OSError), self._log(rank).open("ab") as log:
-                log.write(f"overnight: {cause}; the ranks start again, generation {self.generation}\n".encode())
-                self._log_starts[rank] = log.tell()
 
     # -- ranks that hang
 
@@ -495,7 +478,7 @@ class Supervisor:
             await server.close()
         self._tell_reports(self._printed.finish())
         self._api.tell_progress()
-        self._bound_outputs()
+        self._logs.bound()
         report = self._exit_report()
         with contextlib.suppress(OSError):
             write_json(self._folder / "exit.json", report, durable=True)
@@ -508,7 +491,7 @@ class Supervisor:
 
     def _exit_report(self) -> dict[str, Any]:
         witness = self._gang.failed_rank if self._gang.failed_rank is not None else next(iter(self._gang.pids))
-        lines = last_lines(self._log(witness), since=self._log_starts.get(witness, 0))
+        lines = self._logs.last_lines(witness)
         report = self._gang.report(self._killed, self._board.current, self._obeyed_code(), lines)
         error = self._error or report["error"]
         return report | {
