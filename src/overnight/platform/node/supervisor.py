@@ -27,10 +27,11 @@ from overnight.platform.node.link import ServerLink
 from overnight.platform.node.mlflow_endpoint import MlflowEndpoint
 from overnight.platform.node.objective import PrintedObjective, Report
 from overnight.platform.node.places import Places, free_port
-from overnight.platform.node.rank import Seat, fork_seat
+from overnight.platform.node.rank import Seat
 from overnight.platform.node.rank_api import RankApi
 from overnight.platform.node.rank_logs import RankLogs
 from overnight.platform.node.restarts import Restarts
+from overnight.platform.node.spares import Spares
 from overnight.platform.node.spool import Spool
 from overnight.platform.node.watchdog import Watchdog
 from overnight.platform.node.wire import HttpError, Request, Server, WireError
@@ -84,14 +85,13 @@ class Supervisor:
             raise FileNotFoundError(f"{self._folder / 'order.json'} is missing or unreadable")
         self._order = order
         self._lock = lock
-        self._seat = seat
         self._warm = seat is not None
         self.generation = int(order["generation"])
         self._spool = Spool(self._folder)
         self._places = Places.open(handover["socket"])
         self._board = DirectiveBoard()
         self._gang = Gang({})
-        self._spares: dict[int, Seat] = {}  # pid -> a rank that waits for the next start
+        self._spares = Spares(seat)
         self._restarts = Restarts()
         self._watchdog = Watchdog(float(order.get("hang_seconds", 0.0)))
         self._inquest: asyncio.Task[None] | None = None
@@ -121,16 +121,10 @@ class Supervisor:
     def start_ranks(self) -> None:
         """Records every process, then lets the ranks go. The first time before the event loop exists: it forks."""
         launch_lock.mark_held(self._lock, self._handover["token"])
-        self._gang = Gang({rank: self._take_seat() for rank in self._order["ranks"]})
+        self._gang = Gang({rank: self._spares.take() for rank in self._order["ranks"]})
         self._write_pids()
         plan = command.plan(self._order, self._handover["python"])
         self._gang.start(partial(self.rank_order, plan, str(free_port())))
-
-    def _take_seat(self) -> Seat:
-        seat, self._seat = self._seat, None
-        if seat is None and self._spares:
-            _, seat = self._spares.popitem()
-        return seat or fork_seat()
 
     def rank_order(self, plan: command.Plan, port: str, rank: int, local_rank: int) -> dict[str, Any]:
         """What a rank is told; see :func:`overnight.platform.node.rank.become`."""
@@ -196,8 +190,7 @@ class Supervisor:
 
     def _on_exit(self, pid: int, status: int) -> None:
         self._gang.record(pid, status)
-        if (spare := self._spares.pop(pid, None)) is not None:
-            spare.channel.close()
+        self._spares.lose(pid)
 
     def _obeyed_code(self) -> int | None:
         """The exit code of a command that was told to leave and did."""
@@ -233,7 +226,8 @@ class Supervisor:
                 self._sync()
                 self._check_limits(now)
                 self._look_for_hang(now)
-                self._prepare_spare()
+                if self._wants_spares and not self._board.leaving:
+                    self._spares.prepare(len(self._gang.pids))
             if now - counted_at >= self._handover["heartbeat_seconds"]:
                 counted_at = now
                 self._count_processes()
@@ -247,13 +241,6 @@ class Supervisor:
         limit = self._order.get("max_seconds")
         if limit is not None and now - self._started >= limit and not self._board.leaving:
             self._tell("stop", float(self._order["grace_seconds"]), "max_time")
-
-    def _prepare_spare(self) -> None:
-        """Forks a rank in advance for the next start; no more than one at a time, as it takes some milliseconds."""
-        if self._wants_spares and len(self._spares) < len(self._gang.pids) and not self._board.leaving:
-            with contextlib.suppress(OSError):
-                seat = fork_seat()
-                self._spares[seat.pid] = seat
 
     def _count_processes(self) -> None:
         """Keeps pids.json true about descendants: should we be killed, the daemon finds them by it."""
@@ -397,7 +384,7 @@ class Supervisor:
         """Ends every process but the spares; returns whether none is left."""
         reaper.reap(self._on_exit)
         self._gang.about_to_kill()
-        return reaper.kill_descendants(self._on_exit, keep=self._spares)
+        return reaper.kill_descendants(self._on_exit, keep=self._spares.pids)
 
     # -- another start of the ranks
 
