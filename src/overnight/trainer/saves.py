@@ -4,6 +4,7 @@ All ranks decide alike. What only one of them knows (its writer still reads the 
 is in the middle of an accumulation, a save of its own has failed) travels with the agreement of all.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from overnight.trainer.agreement import Wishes
 from overnight.trainer.boundary import Policy
 from overnight.trainer.checkpoint.handle import SaveHandle, Saving
 from overnight.trainer.checkpoint.pipeline import Moment
+from overnight.trainer.checkpoint.place import CheckpointName
 from overnight.trainer.checkpoint.saver import Saver
 from overnight.trainer.checkpoint.writing.order import Kind
 from overnight.trainer.link import Link
@@ -65,6 +67,9 @@ class Saves:
         self._num_waits = 0
         self._began = False
         self._began_unseen = False
+        self._announced: set[CheckpointName] = set()
+        self._announcing = threading.Lock()
+        self._pipeline.on_commit = self._announce
 
     @property
     def possible(self) -> bool:
@@ -151,10 +156,18 @@ class Saves:
             self._ledger.count("saves")
             self._ledger.count("bytes_staged", saving.num_bytes)
             self._policy.committed(saving.ticket.seconds.get("total", 0.0))
-            if saving.ticket.manifest is not None:
-                name = saving.ticket.manifest.name
-                body = {"step": name.step, "uri": self._pipeline.uri(name), "bytes": saving.num_bytes}
-                self._link.send("/v1/checkpoint", body)
+            self._announce(saving)
+
+    def _announce(self, saving: Saving) -> None:
+        """Tells the supervisor of a commit, once; whoever notices it first: the loop, or the thread that follows."""
+        manifest = saving.ticket.manifest if saving.ticket is not None else None
+        if manifest is None:
+            return  # rank 0 tells
+        with self._announcing:
+            if manifest.name not in self._announced:
+                self._announced.add(manifest.name)
+                uri = self._pipeline.uri(manifest.name)
+                self._link.send("/v1/checkpoint", {"step": manifest.step, "uri": uri, "bytes": saving.num_bytes})
 
     # -- at once ------------------------------------------------------------------------------------------------------
 

@@ -44,8 +44,9 @@ def main():
                 with torch.no_grad():
                     run.report(score=sum(float(p.abs().sum()) for p in net.parameters()))
             if run.every(updates=run.params["every"]):
-                run.save()
+                save = run.save()
             if run.step == run.params["deaf_at"] and not run.resumed:
+                save.result(timeout=60)
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 while True:
                     time.sleep(1.0)

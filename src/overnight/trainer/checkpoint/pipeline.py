@@ -19,15 +19,18 @@ from overnight.core.errors import OvernightError, SaveDiscardedError
 from overnight.trainer.checkpoint.handle import SaveHandle, Saving, as_failure
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place, partial_name
 from overnight.trainer.checkpoint.staging.stager import Staged, Stager
+from overnight.trainer.checkpoint.staging.worker import Worker
 from overnight.trainer.checkpoint.state import Json, encode
 from overnight.trainer.checkpoint.writing.client import WriterClient
 from overnight.trainer.checkpoint.writing.meeting import Meeting
 from overnight.trainer.checkpoint.writing.order import Author, Kind, SaveOrder
+from overnight.trainer.checkpoint.writing.ticket import Ticket
 
 MAX_DISCARDS = 3
 """So many saves in a row are taken again when the script changes what they copy; each object can do it once."""
 
 _POLL_SECONDS = 0.05
+_FOLLOW_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,10 @@ class Pipeline:
         stager: Copies states.
         writer: Writes them.
         before_submit: Called in the background before an order is handed over; may wait, must not raise.
+
+    Attributes:
+        on_commit: Called in the background as soon as a save is committed, however long the step is that is under way.
+        wants_again: A save was discarded and is to be taken again.
     """
 
     def __init__(
@@ -84,6 +91,8 @@ class Pipeline:
         self._waiting: list[SaveHandle] = []
         self._num_discards = 0
         self._closed = False
+        self._follower = Worker("overnight-following")
+        self.on_commit: Callable[[Saving], object] = lambda saving: None
         self.wants_again = False
 
     @property
@@ -176,7 +185,8 @@ class Pipeline:
                     metrics=moment.metrics,
                     facts=moment.facts,
                 )
-                saving.ticket = self._writer.submit(order, staged.arena)
+                saving.ticket = ticket = self._writer.submit(order, staged.arena)
+            self._follower.do(lambda: self._follow(saving, ticket))
         except Exception as error:  # nobody is here to catch it: it goes to the loop
             saving.error = as_failure(error, saving.name)
             self._tell_ranks(saving)
@@ -198,6 +208,17 @@ class Pipeline:
             meeting.abort(saving.error)
 
     # -- following ----------------------------------------------------------------------------------------------------
+
+    def _follow(self, saving: Saving, ticket: Ticket) -> None:
+        """Runs in a thread of its own: the loop looks between two updates only, and one may last for minutes."""
+        while not ticket.done:
+            with self._lock:
+                if self._closed:
+                    return
+                self._writer.wait(ticket, _FOLLOW_SECONDS)
+            time.sleep(0)  # whoever else wants the lock goes first
+        if ticket.committed:
+            self.on_commit(saving)
 
     def poll(self) -> None:
         """Looks what has become of the saves under way."""
@@ -289,6 +310,7 @@ class Pipeline:
             self._writer.close()
         self.poll()
         self._stager.close()
+        self._follower.close()
 
 
 def _reason(name: CheckpointName, staged: Staged) -> OvernightError:
