@@ -88,8 +88,9 @@ class PlannerProcess:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         self._asked += 1
         line = json.dumps({"id": self._asked, **request.to_wire()}, allow_nan=False).encode()
-        process.stdin.write(line + b"\n")
-        await process.stdin.drain()
+        with contextlib.suppress(ConnectionError):  # it has ended: what it said, and how, comes from reading
+            process.stdin.write(line + b"\n")
+            await process.stdin.drain()
         text = await process.stdout.readline()
         if not text.endswith(b"\n"):
             raise OSError(f"it ended with status {await process.wait()}")
