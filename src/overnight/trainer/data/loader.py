@@ -7,7 +7,6 @@ requested, not when it was read ahead.
 """
 
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import default_collate
 
-from overnight.core.errors import BadInputError, DataError, DatasetChangedError, IndivisibleBatchError
-from overnight.trainer.data.arguments import (
-    parts_of,
-    require_choice,
-    require_map_style,
-    require_one_order,
-    require_sizes,
-)
-from overnight.trainer.data.augment import Fetched, SampleReader, Task, draws_nothing
+from overnight.core.errors import BadInputError, DataError, IndivisibleBatchError
+from overnight.trainer.data.arguments import require_choice, require_map_style, require_sizes
+from overnight.trainer.data.augment import Fetched, SampleReader, Task
 from overnight.trainer.data.binding import Binding
-from overnight.trainer.data.fingerprint import UNSTABLE, content_hash
-from overnight.trainer.data.mixture import MixtureOrder
+from overnight.trainer.data.content import Content
+from overnight.trainer.data.ordering import Ordering
 from overnight.trainer.data.position import Block, Geometry, Tail, divide, weights_of, world_sizes
-from overnight.trainer.data.sampling import Order, SamplerOrder, SequentialOrder, ShuffledOrder, WeightedOrder
 from overnight.trainer.data.shares import Share, share_of
 from overnight.trainer.data.state import LoaderState
 from overnight.trainer.data.workers import BatchReader, WorkerOptions
@@ -148,9 +140,11 @@ class DataLoader:
     ) -> None:
         require_map_style(dataset)
         require_sizes(batch_size, global_batch_size, micro_batch_size)
-        require_one_order(shuffle=shuffle, sampler=sampler, weights=weights, mixture=mixture, num_samples=num_samples)
         require_choice("tail", tail, ("drop", "pad"))
         require_choice("ack", ack, ("auto", "manual"))
+        self._ordering = Ordering(
+            dataset, shuffle=shuffle, sampler=sampler, weights=weights, mixture=mixture, num_samples=num_samples
+        )
         self.dataset = dataset
         self.batch_size = 1 if batch_size is None and global_batch_size is None else batch_size
         self.micro_batch_size = micro_batch_size
@@ -163,23 +157,20 @@ class DataLoader:
         self._global_batch_size = global_batch_size
         self._share = None if mesh is None else share_of(mesh)
         self._tail = tail
-        self._shuffle, self._sampler, self._weights, self._num_samples = shuffle, sampler, weights, num_samples
-        self._mixture = None if mixture is None else (parts_of(dataset), list(mixture))
         self._explicit_seed = seed
         self._adopted_seed: int | None = None
         self._length = len(dataset)
         self._pure = pure
         self._options = WorkerOptions(
-            num_workers,
-            pin_memory,
-            persistent_workers,
-            prefetch_factor,
-            multiprocessing_context,
-            worker_init_fn,
-            timeout,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=multiprocessing_context,
+            worker_init_fn=worker_init_fn,
+            timeout=timeout,
         )
-        self._fingerprint = None if fingerprint is None else f"user:{fingerprint}"
-        self._expected_fingerprint: str | None = None
+        self._content = Content(dataset, fingerprint, num_workers, name)
         self._bound: Binding | None = None
         self._num_peers = 1
         self._epoch, self._position = 0, 0
@@ -209,7 +200,7 @@ class DataLoader:
 
     def _bind(self, geometry: Geometry, seed: int) -> None:
         self._close_reader()
-        self._bound = Binding(geometry, self._order(seed), seed)
+        self._bound = Binding(geometry, self._ordering.order(seed), seed)
         self._epoch_length(self._epoch)
 
     def _geometry(self, share: Share) -> Geometry:
@@ -231,20 +222,6 @@ class DataLoader:
         if run_seed is None:
             run_seed = int(os.environ.get("OVERNIGHT_SEED", "0"))
         return derive(run_seed, "loader", self.name)
-
-    def _order(self, seed: int) -> Order:
-        if self._weights is not None:
-            if len(np.asarray(self._weights)) != self._length:
-                raise DataError(
-                    f"{len(np.asarray(self._weights))} weights for {self._length} samples",
-                    hint="Give one weight per sample of the data set.",
-                )
-            return WeightedOrder(self._weights, self._num_samples or self._length, seed)
-        if self._mixture is not None:
-            return MixtureOrder(*self._mixture, self._num_samples or self._length, seed)
-        if self._sampler is not None:
-            return SamplerOrder(self._sampler, self._length, seed)
-        return ShuffledOrder(self._length, seed) if self._shuffle else SequentialOrder(self._length)
 
     @property
     def _ready(self) -> Binding:
@@ -420,14 +397,14 @@ class DataLoader:
         planned: deque[tuple[Block, Task]] = deque()
 
         def tasks() -> Iterator[Task]:
-            for step in bound.plan(epoch, start, length, probe=self._probes_in_worker()):
+            for step in bound.plan(epoch, start, length, probe=self._content.is_found_by_worker):
                 planned.append(step)
                 yield step[1]
 
         for data in self._reader().read(tasks()):
             block, task = planned.popleft()
             if isinstance(data, Fetched):
-                self._compare_content(data.content)
+                self._content.found(data.content)
                 data = data.data
             weights = weights_of(block, length) if bound.geometry.tail is Tail.PAD else None
             self._current = MicroBatch(
@@ -474,7 +451,7 @@ class DataLoader:
             epoch=self._epoch,
             position=self._position,
             dataset_length=self._length,
-            fingerprint=self._content(),
+            fingerprint=self._content.fingerprint(),
             global_batch=bound.geometry.global_batch,
             world_size=bound.geometry.world_size,
             seed=bound.seed,
@@ -515,35 +492,4 @@ class DataLoader:
         saved.require_same("an order that is", saved.sampler, bound.order.kind)
         saved.require_same("the seed", saved.seed, bound.seed)
         saved.require_same("an order with hash", saved.order, bound.order.fingerprint(saved.epoch))
-        self._expected_fingerprint = saved.fingerprint
-        if (content := self._content()) is not None:
-            self._compare_content(content)
-
-    def _probes_in_worker(self) -> bool:
-        return self._fingerprint is None and self._options.num_workers > 0
-
-    def _content(self) -> str | None:
-        # A data set that opens its files on first use must not do so here if it is to be copied to workers: forked
-        # workers would share the file offset, spawned ones could not pickle the handle.
-        if self._fingerprint is None and (self._options.num_workers == 0 or draws_nothing(self.dataset)):
-            self._fingerprint = content_hash(self.dataset)
-        return self._fingerprint
-
-    def _compare_content(self, content: str) -> None:
-        self._fingerprint = content
-        expected, self._expected_fingerprint = self._expected_fingerprint, None
-        if expected is None or (content == expected and content != UNSTABLE):
-            return
-        if UNSTABLE in (content, expected):
-            warnings.warn(
-                "samples differ each time they are read, so it cannot be told whether the data set changed since the "
-                "state was saved; pass fingerprint= to the loader",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return
-        raise DatasetChangedError(
-            f"the content of the data set of loader {self.name!r} changed since the state was saved "
-            f"({expected} then, {content} now)",
-            hint="Restore the data, start afresh, or pass allow_changed=True to continue at the same position in it.",
-        )
+        self._content.expect(saved.fingerprint)
