@@ -238,10 +238,10 @@ def test_prune_refuses_what_is_in_use(forked: LocalPlace, cli: Cli) -> None:
     before = fingerprint(forked.root)
     code, _, err = cli("prune", "-y", f"{forked.root}@25")
     assert code == 6 and "last good" in err
-    with pin(forked, CheckpointName(10, Token(1)), "evaluation [red]x"):
+    with pin(forked, CheckpointName(10, Token(1)), "eval [red]x"):
         code, _, err = cli("prune", "-y", f"{forked.root}/step-10.attempt-1.1")
-        assert code == 6 and "evaluation [red]x" in err
-        assert "read by evaluation [red]x" in cli("list", str(forked.root))[1]
+        assert code == 6 and "eval [red]x" in err
+        assert "read by eval [red]x" in cli("list", str(forked.root))[1]
     assert cli("prune", "-y", f"{forked.root}@99")[0] == 4
     assert fingerprint(forked.root) == before
     assert cli("prune", "-y", f"{forked.root}@10")[0] == 0
