@@ -79,6 +79,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OVERNIGHT_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
 
     def run(*words: str) -> tuple[int, str, str]:
         code = cli_app.run(["checkpoints", *words])
