@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from writing_lab import ALWAYS, Memory, client_of, committed, finish, is_gone, name_of, order, state_of, strikes, until
+from writing_lab import Memory, client_of, committed, finish, is_gone, name_of, order, state_of, strikes, until
+from writing_strike import ALWAYS
 
 from overnight.core.errors import FencedError, SaveFailedError
 from overnight.trainer.checkpoint.fence import claim
@@ -86,7 +87,7 @@ def test_stopped_at_any_stage_it_is_replaced(
 ) -> None:
     mark = tmp_path / "mark"
     arguments = strikes(point, number, "stop", mark)
-    with client_of(place, tmp_path, arguments=arguments, stall_seconds=5.0) as client:
+    with client_of(place, tmp_path, arguments=arguments, stall_seconds=3.0) as client:
         first = client.pid
         ticket = save(client, memory, 1)
         assert ticket.committed and ticket.num_tries == 2

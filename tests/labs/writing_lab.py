@@ -18,8 +18,7 @@ from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.writing.client import Ticket, WriterClient
 from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
 
-ALWAYS = "-"
-"""As a mark: every process does it."""
+STRIKER = Path(__file__).with_name("writing_strike.py")
 
 LIMIT_SECONDS = 60.0
 """A busy machine may take that long for anything."""
@@ -123,38 +122,7 @@ def strikes(point: str, number: int, deed: str, mark: Path | str) -> list[str]:
         deed: ``kill`` or ``stop`` (both before the call), or an errno's name: the call fails with it.
         mark: A file that says that it was done; the next process does nothing. :data:`ALWAYS` for none.
     """
-    return [sys.executable, "-P", __file__, point, str(number), deed, str(mark)]
-
-
-def _strike(point: str, number: int, deed: str, mark: Path) -> None:
-    import errno
-    import importlib
-    import signal
-
-    module_name, _, path = point.partition(":")
-    prefix = "" if module_name in ("os", "mmap") else "overnight.trainer.checkpoint."
-    owner: Any = importlib.import_module(prefix + module_name)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    original = getattr(owner, name)
-    calls = 0
-
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number and (str(mark) == ALWAYS or not mark.exists()):
-            if str(mark) != ALWAYS:
-                mark.touch()
-            if deed == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif deed == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            else:
-                raise OSError(getattr(errno, deed), os.strerror(getattr(errno, deed)))
-        return original(*args, **kwargs)
-
-    setattr(owner, name, struck)
+    return [sys.executable, "-P", str(STRIKER), point, str(number), deed, str(mark)]
 
 
 def run_rank(arguments: Sequence[str]) -> "subprocess.Popen[str]":
@@ -185,10 +153,4 @@ def name_of(step: int, token: Token = Token(1), save: int = 1) -> CheckpointName
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "rank":
-        _rank(sys.argv[2])
-    else:
-        from overnight.trainer.checkpoint.writing import process
-
-        _strike(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
-        process.main(sys.argv[5:])
+    _rank(sys.argv[2])
