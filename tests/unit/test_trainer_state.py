@@ -114,6 +114,16 @@ def test_what_cannot_be_saved_is_refused_by_path(bad: Any) -> None:
         stage({"it": {"deep": [0, bad]}}, 0)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_path_unless_it_is_jagged() -> None:
+    parts = [torch.ones(2, 3), torch.zeros(4, 3)]
+    for nested in (torch.nested.nested_tensor(parts), nn.Parameter(torch.nested.nested_tensor(parts))):
+        with pytest.raises(SaveFailedError, match=r"it\.deep\.1 is a nested tensor"):
+            stage({"it": {"deep": [0, nested]}}, 0)
+    jagged = round_trip(torch.nested.nested_tensor(parts, layout=torch.jagged))
+    assert [torch.equal(a, b) for a, b in zip(jagged.unbind(), parts, strict=True)] == [True, True]
+
+
 def test_state_that_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)

@@ -209,7 +209,7 @@ class _Encoder:
     def _usual(self, tensor: torch.Tensor, path: str) -> Json:
         """:meth:`_tensor` for nearly all tensors, and in half of its time, for which training waits."""
         address = tensor.data_ptr() if tensor.is_cpu and tensor.layout is torch.strided else 0
-        if not address or address in self._by_memory or path in self.leaves or tensor.is_quantized:
+        if not address or address in self._by_memory or path in self.leaves or tensor.is_quantized or tensor.is_nested:
             return self._tensor(tensor, path)
         leaf = Leaf(path, tensor.detach() if tensor.requires_grad else tensor, "cpu")
         self._by_memory[address] = [leaf]
@@ -225,6 +225,11 @@ class _Encoder:
             raise SaveFailedError(
                 f"{path} is on the meta device and has no values",
                 hint="Give the module memory first: module.to_empty(device=run.device), then initialise it.",
+            )
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise SaveFailedError(
+                f"{path} is a nested tensor without a shape, which cannot be saved",
+                hint="Keep its parts, tensor.unbind(), in a list, or use layout=torch.jagged.",
             )
         if not ordinary and is_sharded(tensor):
             return self._shard(tensor, path)
