@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from overnight.core.canonical import digest
-from overnight.core.errors import OvernightError, from_dict
+from overnight.core.errors import OvernightError, SetupError, from_dict
 from overnight.trainer.checkpoint.fence import claim, next_attempt
 from overnight.trainer.checkpoint.handover import Handover
 from overnight.trainer.checkpoint.manifest import Manifest
@@ -54,6 +55,7 @@ class Origin:
         place: The checkpoint place.
         token: This run's fencing token.
         parent: The checkpoint it forks from, None at step 0.
+        identity: Of the place, see :mod:`overnight.trainer.checkpoint.fence`.
         restored: Its content.
     """
 
@@ -61,6 +63,7 @@ class Origin:
     place: Place
     token: Token
     parent: CheckpointName | None
+    identity: str
     restored: Restored | None
 
     @property
@@ -150,24 +153,28 @@ def claim_origin(inputs: Inputs, group: dist.ProcessGroup | None) -> Origin:
     Raises:
         NoUsableCheckpointError: The place has content that cannot be used.
         FencedError: A newer start owns the place.
+        SetupError: The run's folder cannot be written.
     """
     environment = inputs.environment
     place = open_place(str(environment.checkpoints))
-    _ignore_in_git(environment)
-
     restored = None if inputs.fresh else open_newest(place, reader_of(environment, group))
     parent = restored.manifest.name if restored is not None else None
+    parent_place = restored.manifest.place if restored is not None else ""
 
     def decide() -> dict[str, Any]:
-        attempt = environment.attempt or next_attempt(place)
-        claim(place, Token(attempt, environment.generation), parent, fresh=inputs.fresh)
-        return {"attempt": attempt}
+        with _writing_to(place):
+            _ignore_in_git(environment)
+            attempt = environment.attempt or next_attempt(place)
+            token = Token(attempt, environment.generation)
+        fence = claim(place, token, parent, fresh=inputs.fresh, parent_place=parent_place)
+        return {"attempt": attempt, "place": fence.place}
 
     decision = from_rank_zero(decide, group)
     if restored is not None and environment.rank == 0:
         _tell_resumed(place, restored.manifest, environment.world_size)
     environment = environment.numbered(decision["attempt"])
-    return Origin(environment, place, Token(decision["attempt"], environment.generation), parent, restored)
+    token = Token(decision["attempt"], environment.generation)
+    return Origin(environment, place, token, parent, decision["place"], restored)
 
 
 def reader_of(environment: Environment, group: dist.ProcessGroup | None) -> Reader:
@@ -210,9 +217,11 @@ def make_saver(
     """The saver of this rank; ``before_submit`` is called in the background before a save is handed to its writer."""
     environment, place = origin.environment, origin.place
     rank, world_size = environment.rank, environment.world_size
-    author = Author(token=origin.token, parent=origin.parent, rank=rank, world_size=world_size, seed=seed)
+    claimed: dict[str, Any] = {"token": origin.token, "parent": origin.parent, "place": origin.identity}
+    author = Author(**claimed, rank=rank, world_size=world_size, seed=seed)
     stager = Stager(np.random.default_rng())
-    writer = WriterClient(str(place), author, retention, origin.attempt_dir / "staging")
+    staging = origin.attempt_dir / "staging"
+    writer = WriterClient(str(place), author, retention, staging, tidies=environment.alone)
     handover = None
     if origin.restored is not None:
         handover = Handover(origin.restored, device, rank=rank, world_size=world_size, seed=seed, complain=complain)
@@ -251,8 +260,19 @@ def tell_differences(manifest: Manifest, device: torch.device, world_size: int) 
         complain(text)
 
 
+@contextmanager
+def _writing_to(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(
+            f"the run's folder cannot be written: {error}",
+            hint=f"Start the script in a folder that can be written and has room; checkpoints go to {place}.",
+        ) from error
+
+
 def _ignore_in_git(environment: Environment) -> None:
     root = Path.cwd() / ALONE_ROOT
-    if environment.rank == 0 and environment.trial_dir is not None and root in environment.trial_dir.parents:
+    if environment.trial_dir is not None and root in environment.trial_dir.parents:
         root.mkdir(exist_ok=True)
         (root / ".gitignore").write_text("*\n")
