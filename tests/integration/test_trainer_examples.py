@@ -35,7 +35,7 @@ def test_digits_alone_then_again_then_for_longer(lab: Lab, tmp_path: Path) -> No
     assert 0.5 < last_value(first.stdout, "val_accuracy") <= 1
     log = tmp_path / "log"
     assert lab.run(DIGITS, tmp_path, "--epochs", "1") == [0]
-    assert "nothing was left to do" in log.read_text() and "val_accuracy" not in log.read_text()
+    assert "no update was left to do" in log.read_text() and "val_accuracy" not in log.read_text()
     assert lab.run(DIGITS, tmp_path, "--epochs", "6") == [0], log.read_text()
     assert last_value(log.read_text(), "val_accuracy") >= 0.95
     assert len(list(tmp_path.glob(".overnight/digits/*"))) == 2

@@ -143,7 +143,7 @@ def test_a_finished_run_has_nothing_left_to_do_and_fresh_starts_anew(lab: Lab, t
     first = final(trial)
     assert lab.run(SCRIPT, tmp_path) == [0]
     assert final(trial) == first
-    assert "nothing was left to do after step 18" in (tmp_path / "log").read_text()
+    assert "no update was left to do after step 18" in (tmp_path / "log").read_text()
     num_lines = len((trial / "losses-0.jsonl").read_text().splitlines())
     assert lab.run(SCRIPT, tmp_path, "--fresh", env={"DISTURB": json.dumps(wish(2))}) == [-KILL]
     assert lab.run(SCRIPT, tmp_path) == [0]

@@ -40,7 +40,7 @@ def test_the_script_goes_on_where_it_stopped(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     assert lab.run(tmp_path / "train.py", tmp_path) == [0], log(tmp_path)
     assert lab.run(tmp_path / "train.py", tmp_path) == [0], log(tmp_path)
-    assert "nothing was left to do after step 24" in log(tmp_path)
+    assert "no update was left to do after step 24" in log(tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.split()[0] for command in COMMANDS])

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from overnight import trainer
-from overnight.core.errors import BadInputError, CheckpointError, DatasetChangedError
+from overnight.core.errors import BadInputError, CheckpointError, DatasetChangedError, SaveFailedError, SetupError
 from overnight.trainer.data.record import Audit, audit
 from overnight.trainer.execution import Run
 
@@ -379,3 +380,25 @@ def test_sys_exit_zero_is_an_end_and_one_is_not() -> None:
                     sys.exit(code)
         assert (run._attempt_dir / "final.json").exists() == (code == 0)
     assert trainer.inspect(run._origin.place.root)["step"] == 2
+
+
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    (Path.cwd() / ".overnight" / ".gitignore").mkdir(parents=True)  # what no user may write to, not even root
+    with pytest.raises(SetupError, match=r"cannot be written.*\.gitignore") as raised, trainer.run(every=None):
+        pytest.fail("the run has begun")
+    assert ".overnight" in raised.value.hint
+
+
+def test_a_trial_folder_that_is_gone_at_the_end_is_a_named_error() -> None:
+    with pytest.raises(SaveFailedError, match=r"final\.json: No such file"), trainer.run(every=None) as run:
+        shutil.rmtree(run.trial_dir)
+
+
+def test_a_start_with_no_update_left_still_tells_its_results(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(run: Run, counter: Counter, stop: int | None) -> None:
+        for _ in run.steps(3):
+            leave_at(run, stop or -1)
+        run.report(score=0.5)
+
+    attempts(script, 3)
+    assert "no update was left to do after step 3, score 0.5;" in capsys.readouterr().err

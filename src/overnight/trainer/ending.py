@@ -1,7 +1,10 @@
 """The end of a script that ran through: what must be saved and told before it counts as finished."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
+from overnight.core.errors import SaveFailedError
 from overnight.trainer.agreement import Spot
 from overnight.trainer.checkpoint.place import write_atomic
 from overnight.trainer.checkpoint.reader import complain
@@ -58,16 +61,26 @@ class Ending:
         self._saves.require_good()
         if self._origin.environment.rank == 0:
             final = {"step": self._cursor.step, "weights": self._saver.fingerprint()}
-            write_atomic(self._origin.attempt_dir / "final.json", json.dumps(final).encode())
+            self._write(final)
             if self._origin.environment.alone:
                 self._tell()
+
+    def _write(self, final: Mapping[str, Any]) -> None:
+        path = self._origin.attempt_dir / "final.json"
+        try:
+            write_atomic(path, json.dumps(final).encode())
+        except OSError as error:
+            raise SaveFailedError(
+                f"the run's result was not written to {path}: {error.strerror or error}",
+                hint="The trial's folder must stay where it is until the run has ended, and have room.",
+            ) from error
 
     def _tell(self) -> None:
         """The last line for the person at the terminal; under a supervisor the platform tells it."""
         step = self._cursor.step
-        if self._origin.restored is not None and step == self._first_step:
-            complain(f"nothing was left to do after step {step}; --fresh starts anew")
-            return
         reported = self._metrics.reported.items()
         results = "".join(f", {name} {v:.6g}" if isinstance(v, float) else f", {name} {v}" for name, v in reported)
+        if self._origin.restored is not None and step == self._first_step:
+            complain(f"no update was left to do after step {step}{results}; --fresh starts anew")
+            return
         complain(f"finished at step {step}{results}; saved in {self._origin.trial_dir}")
