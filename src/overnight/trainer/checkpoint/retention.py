@@ -1,7 +1,7 @@
 """Which checkpoints stay: the newest, the best by a metric, one every so many steps, and whatever is pinned.
 
 An attempt deletes only what it wrote itself. What is left of others is for whoever knows that nobody works on the trial
-any more, see :mod:`overnight.trainer.checkpoint.sweep`.
+any more, see :mod:`overnight.trainer.checkpoint.sweep`; that is the run itself if no server knows of it.
 """
 
 import math

@@ -7,7 +7,7 @@ What never goes: the checkpoint that a new start would restore (verified to the 
 what is pinned, and anything at all once a new start has claimed the place.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,24 +38,30 @@ class Deletion:
         return {"entry": self.entry, "bytes": self.num_bytes, "cause": self.cause}
 
 
-def mark(found: Survey, *, at_rest: bool) -> list[Deletion]:
+def mark(
+    found: Survey, *, at_rest: bool, good: CheckpointName | None = None, spared: Collection[CheckpointName] = ()
+) -> list[Deletion]:
     """What can go.
 
     Args:
         found: The place.
         at_rest: Nobody works on it for certain. Else the newest start may still live: its unfinished folders stay, and
             so do frozen tensors, which it may be about to mention.
+        good: The one that a new start would restore, from whoever has just committed it; None reads it to find out.
+        spared: Checkpoints that stay whatever the rules say.
     """
-    doomed = [*_checkpoints(found), *_unfinished(found, at_rest)]
+    doomed = [*_checkpoints(found, good, spared), *_unfinished(found, at_rest)]
     if at_rest:
         doomed += _bases(found, {deletion.entry for deletion in doomed})
     return doomed
 
 
-def _checkpoints(found: Survey) -> Iterator[Deletion]:
+def _checkpoints(found: Survey, good: CheckpointName | None, spared: Collection[CheckpointName]) -> Iterator[Deletion]:
     candidates = [row for row in found.rows if not row.pinned_by and row.role is not Role.NEWEST]
-    candidates = [row for row in candidates if row.role is Role.HIDDEN or not row.reason]
-    good = found.last_good() if candidates else None
+    candidates = [row for row in candidates if row.name not in spared]
+    candidates = [row for row in candidates if not row.reason]
+    if good is None and candidates:
+        good = found.last_good()
     if good is None:
         return  # whatever is left may be somebody's last hope
     for row in candidates:

@@ -28,7 +28,7 @@ def outrun(place: Place) -> Iterator[tuple[CheckpointName, str]]:
     fences = read_fences(place)
     line = dict(_line(by_token, fences))
     newest = max(line, default=None)
-    floor = _floor(fences)
+    floor = floor_of(fences)
     for token in sorted(token for token in by_token if token >= floor):
         limit = line.get(token, (-1, 0))
         for name in sorted(by_token[token]):
@@ -44,7 +44,7 @@ def _by_token(place: Place) -> Mapping[Token, list[CheckpointName]]:
     return by_token
 
 
-def _floor(fences: Mapping[Token, Fence]) -> Token:
+def floor_of(fences: Mapping[Token, Fence]) -> Token:
     """The newest token that began anew on purpose; older ones do not count."""
     return max((token for token, fence in fences.items() if fence.fresh), default=Token(0, 0))
 
@@ -53,7 +53,7 @@ def _line(
     by_token: Mapping[Token, list[CheckpointName]], fences: Mapping[Token, Fence]
 ) -> Iterator[tuple[Token, Limit]]:
     """Tokens of the newest lineage that have or may have checkpoints, newest first, and how far each counts."""
-    floor = _floor(fences)
+    floor = floor_of(fences)
     token = max((token for token in by_token if token >= floor), default=None)
     limit: Limit = None
     while token is not None:

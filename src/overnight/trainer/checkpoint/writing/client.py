@@ -138,6 +138,7 @@ class WriterClient:
         author: Who writes.
         retention: What is deleted after a commit.
         staging_dir: Local folder for checkpoints on their way to a remote place; of no use for local ones.
+        tidies: It also deletes what earlier attempts left, since nobody else does. Rank 0's does it.
         arguments: Command line of the process.
         stall_seconds: Without a sign of life for so long, the process is killed and its work redone.
         clock: Monotonic.
@@ -153,6 +154,7 @@ class WriterClient:
         retention: Retention,
         staging_dir: Path,
         *,
+        tidies: bool = False,
         arguments: Sequence[str] | None = None,
         stall_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -161,6 +163,7 @@ class WriterClient:
         self._author = author
         self._retention = retention
         self._staging_dir = staging_dir
+        self._tidies = tidies
         self._arguments = list(arguments) if arguments is not None else command()
         self._stall_seconds = stall_seconds
         self._clock = clock
@@ -198,6 +201,7 @@ class WriterClient:
             "author": self._author.to_json(),
             "retention": self._retention.to_json(),
             "staging": str(self._staging_dir),
+            "tidies": self._tidies,
             "fresh": not self._has_started,
         }
         descriptor = anonymous(json.dumps(settings).encode())

@@ -76,6 +76,7 @@ class Setup:
     place: Place
     destination: Destination
     retention: Retention
+    tidies: bool
 
 
 class Server:
@@ -94,6 +95,7 @@ class Server:
         self._arena: tuple[int, mmap.mmap] | None = None
         self._history = History()
         self._tidying = Tidying()
+        self._newest: CheckpointName | None = None
 
     def serve(self) -> None:
         """Serves until the trainer says that it is over.
@@ -111,6 +113,7 @@ class Server:
                 case "save":
                     self._save(message, descriptors)
                 case "close":
+                    self._tidy_at_end()
                     return
 
     def _set_up(self) -> Setup:
@@ -125,7 +128,8 @@ class Server:
         destination = make_destination(place, author.rank, Path(message["staging"]), self._pulse.step)
         if message["fresh"]:
             destination.tidy()
-        self._setup = Setup(author, place, destination, Retention.from_json(message["retention"]))
+        retention = Retention.from_json(message["retention"])
+        self._setup = Setup(author, place, destination, retention, message["tidies"])
         return self._setup
 
     def _save(self, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -191,9 +195,24 @@ class Server:
                 view.release()
 
     def _tidy(self, newest: CheckpointName) -> None:
-        """Deletes what retention does not keep. A failure costs space, not the checkpoint."""
+        """Deletes what retention does not keep."""
         setup = self._set_up()
-        try:
+        self._newest = newest
+        with _forgiving():
             self._tidying.after(setup.place, newest, setup.retention)
-        except Exception as error:  # whatever a store's driver raises
-            print(f"overnight: old checkpoints were not deleted: {error}", file=sys.stderr, flush=True)
+            if setup.tidies:
+                self._tidying.of_earlier(setup.place, newest, setup.author.parent)
+
+    def _tidy_at_end(self) -> None:
+        if self._newest is not None and (setup := self._set_up()).tidies:
+            with _forgiving():
+                self._tidying.at_end(setup.place, self._newest)
+
+
+@contextlib.contextmanager
+def _forgiving() -> Iterator[None]:
+    """A failure to delete costs space, not the checkpoint."""
+    try:
+        yield
+    except Exception as error:  # whatever a store's driver raises
+        print(f"overnight: old checkpoints were not deleted: {error}", file=sys.stderr, flush=True)
