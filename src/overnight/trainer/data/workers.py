@@ -171,15 +171,15 @@ class _Pools:
     """The workers of this process that are alive, so that its exit does not wait for a stuck one."""
 
     _live: dict[int, Any] = {}
-    _owner_pid: int | None = None
+    _inherited: list[Any] = []
+    _watches = False
 
     @classmethod
     def watch(cls, iterator: Any) -> None:
         # Registered late, and again in a forked child, because a warm parent clears its exit handlers before it forks,
         # and because handlers run last in first out: ours must come before multiprocessing joins its children.
-        if cls._owner_pid != os.getpid():
-            cls._owner_pid = os.getpid()
-            cls._live = {}
+        if not cls._watches:
+            cls._watches = True
             atexit.register(cls.kill_all)
         if _processes(iterator):
             cls._live[id(iterator)] = iterator
@@ -187,7 +187,7 @@ class _Pools:
     @classmethod
     def forget(cls, iterator: Any) -> bool:
         """Whether its workers were alive until now, and were started by this process."""
-        return cls._live.pop(id(iterator), None) is not None and cls._owner_pid == os.getpid()
+        return cls._live.pop(id(iterator), None) is not None
 
     @classmethod
     def kill_all(cls) -> None:
@@ -195,6 +195,22 @@ class _Pools:
             if cls.forget(iterator):
                 _kill(_processes(iterator))
                 _shut_down(iterator)
+
+    @classmethod
+    def disown(cls) -> None:
+        """In a forked child: the workers are its parent's.
+
+        Torch ends the workers of an iterator that is collected, so these never are; and multiprocessing those that it
+        takes for this process's, when it exits.
+        """
+        children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+        for iterator in cls._live.values():
+            children.difference_update(_processes(iterator))
+        cls._inherited += cls._live.values()
+        cls._live, cls._watches = {}, False
+
+
+os.register_at_fork(after_in_child=_Pools.disown)
 
 
 def _unchanged(data: Any) -> Any:
