@@ -4,7 +4,9 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -389,9 +391,9 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
     assert ".overnight" in raised.value.hint
 
 
-def test_a_trial_folder_that_is_gone_at_the_end_is_a_named_error() -> None:
+def test_an_attempt_folder_that_is_gone_at_the_end_is_a_named_error() -> None:
     with pytest.raises(SaveFailedError, match=r"final\.json: No such file"), trainer.run(every=None) as run:
-        shutil.rmtree(run.trial_dir)
+        shutil.rmtree(run.trial_dir / "attempts")
 
 
 def test_a_start_with_no_update_left_still_tells_its_results(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,3 +404,66 @@ def test_a_start_with_no_update_left_still_tells_its_results(capsys: pytest.Capt
 
     attempts(script, 3)
     assert "no update was left to do after step 3, score 0.5;" in capsys.readouterr().err
+
+
+FORKING = """
+    import os, signal, sys, time
+    import torch
+    from overnight import trainer
+
+    def ends(pid, kill=None):
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            if kill is not None:
+                os.kill(pid, kill)
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        return "hangs"
+
+    seen, codes, loader = [], [], trainer.DataLoader(range(24), batch_size=2, num_workers=2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parent = os.getpid()
+    with trainer.run(every=1) as run:
+        run.track(model=model, optimizer=optimizer)
+        for batch in run.batches(loader):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            # children come here
+            seen += batch.tolist()
+    print("parent" if os.getpid() == parent else "child", codes, seen == list(range(24)), run.step, flush=True)
+"""
+
+
+def fork_in_each_update(children: list[str], kill: int | None = None) -> "subprocess.CompletedProcess[str]":
+    """A script with loader workers whose updates each fork a child, wait for its end, and go on."""
+    lines = ["if run.step > len(CHILDREN): pass"]
+    for number, child in enumerate(children, 1):
+        lines += [f"elif run.step == {number}:", "    pid = os.fork()", "    if pid == 0:", f"        {child}"]
+        lines += ["    else:", f"        codes.append(ends(pid, {kill}))"]
+    chain = textwrap.indent("\n".join(lines).replace("len(CHILDREN)", str(len(children))), " " * 8)
+    Path("script.py").write_text(textwrap.dedent(FORKING).replace(" " * 8 + "# children come here", chain))
+    command = [sys.executable, "-W", "ignore", "script.py"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_a_forked_child_ends_and_does_not_act_as_the_run() -> None:
+    leaves = ["sys.exit(0)", "break", "with run.phase('eval'): sys.exit(0)"]
+    stays = ["pass", "run.save()", "run.check()", "run.report(score=1.0)", "next(iter(run.steps(3)))"]
+    done = fork_in_each_update(leaves + stays)
+    assert done.returncode == 0, done.stderr
+    assert "parent [0, 0, 0, 1, 1, 1, 1, 1] True 12" in done.stdout
+    assert done.stdout.count("child") == 1, "only the child that left by a break comes here"
+    assert done.stderr.count("BadInputError: this process was forked from the run") == len(stays)
+    assert done.stderr.count("Traceback") == len(stays), done.stderr
+    assert done.stderr.count("finished at step 12") == 1
+    (folder,) = Path(".overnight/script").iterdir()
+    assert audit(folder) == Audit(expected=24, recorded=24, repeated=0, skipped=0, updates=12)
+
+
+def test_a_forked_child_dies_of_signals() -> None:
+    done = fork_in_each_update(["while True: time.sleep(1)"], kill=signal.SIGTERM)
+    assert f"parent [{-signal.SIGTERM}] True 12" in done.stdout, done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 from overnight.core.errors import BadInputError
 from overnight.trainer.interval import MTBF_SECONDS, AutoInterval, Slowdown
+from overnight.trainer.owner import Owner
 
 Every = int | str | Sequence[int | str] | None
 """When to save without being asked, as scripts say it."""
@@ -39,6 +40,7 @@ class Signals:
         self.leave = Leave.NO
         self.received: float | None = None
         self._alone = True
+        self._owner = Owner()
         self._before: dict[int, Any] = {}
 
     def install(self, *, alone: bool) -> None:
@@ -61,6 +63,10 @@ class Signals:
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._owner.is_here:  # a forked child has no boundary at which it would leave
+            self.restore()
+            signal.raise_signal(number)
+            return
         wish = Leave.INTERRUPT if number == signal.SIGINT and self._alone else Leave.YIELD
         self.leave = max(self.leave, wish)
         self.received = self.received or time.monotonic()

@@ -14,6 +14,7 @@ from overnight.core.errors import DataError
 from overnight.trainer.data.loader import DataLoader, MicroBatch
 from overnight.trainer.data.record import SampleRecord
 from overnight.trainer.loops import Loop
+from overnight.trainer.owner import Owner
 from overnight.trainer.phases import Ledger, Reached
 
 
@@ -55,6 +56,7 @@ class Cursor:
         reached: Tells recomputed from new updates.
         step: Updates done before.
         loader_states: Saved states of loaders by name, for those that come.
+        owner: The process whose loops these are.
 
     Attributes:
         step: Updates done.
@@ -68,8 +70,10 @@ class Cursor:
         reached: Reached,
         step: int,
         loader_states: dict[str, Any],
+        owner: Owner,
     ) -> None:
         self.step = step
+        self._owner = owner
         self._reader = reader
         self._record = record
         self._ledger = ledger
@@ -178,7 +182,12 @@ class Cursor:
         self.settle()
 
     def settle(self) -> None:
-        """Counts what was handed out as consumed."""
+        """Counts what was handed out as consumed.
+
+        Raises:
+            BadInputError: In a process that was forked from the run.
+        """
+        self._owner.require()
         pending, self._pending = self._pending, None
         if pending is None:
             self._record_acknowledged()

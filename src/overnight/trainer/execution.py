@@ -35,6 +35,7 @@ from overnight.trainer.meshes import Arrangement, join_group_of_one
 from overnight.trainer.metrics import Metrics
 from overnight.trainer.orders import Orders
 from overnight.trainer.own_state import OwnState, Saved
+from overnight.trainer.owner import Owner
 from overnight.trainer.params import Params
 from overnight.trainer.phases import Ledger, Reached, seconds_since_launch
 from overnight.trainer.rounds import Rounds
@@ -100,6 +101,7 @@ class Run:
         if self._entered:
             raise BadInputError("a run can be entered once", hint="Make another with trainer.run().")
         self._entered = True
+        self._owner = Owner()
         inputs = read_inputs(self._defaults, self._fresh)
         self.params, self.argv = inputs.params, inputs.rest
         environment = inputs.environment
@@ -149,7 +151,7 @@ class Run:
         self._record = open_record(self._origin)
         reader = Reader(self.rank, self.world_size, self.seed)
         reached = Reached(self.trial_dir, self._attempt_dir)
-        self._cursor = Cursor(reader, self._record, self._ledger, reached, saved.step, saved.loaders)
+        self._cursor = Cursor(reader, self._record, self._ledger, reached, saved.step, saved.loaders, self._owner)
         loops = Loops(saved.loops, saved.loop_path)
         self._own_state = OwnState(self._cursor, loops, self._arrangement)
         self._telling = Telling(
@@ -211,6 +213,8 @@ class Run:
         self._named_untracked = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._owner.is_here:
+            return  # a forked child has nothing to end: the run goes on in the process that entered it
         self._ledger.switch("shutdown")
         try:
             if is_success(error):
@@ -349,6 +353,7 @@ class Run:
             BadInputError: A value is neither a single number nor text, or no such rule.
             RanksDisagreeError: Another rank reports something else, or is somewhere else.
         """
+        self._owner.require()
         self._telling.report({**(values or {}), **more_values}, reduce)
 
     @contextmanager
@@ -375,6 +380,7 @@ class Run:
         Raises:
             SaveFailedError: Something in a tracked state cannot be saved.
         """
+        self._owner.require()
         handle = self._saves.request()
         if not self._cursor.in_body:
             self._first_round.prepare()
@@ -388,6 +394,7 @@ class Run:
         Between loops it is a full boundary. Inside a loop's body the update is not finished, so nothing is saved here:
         a stop is obeyed at once, a yield only when waiting for the next boundary would outlast the grace.
         """
+        self._owner.require()
         if not self._cursor.in_body:
             self._first_round.prepare()
             self._cursor.settle()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overnight.core.enums import DirectiveAction
+from overnight.trainer.owner import Owner
 
 BATCH_SECONDS = 0.1
 """How long the sender gathers before it sends; reports do not wait."""
@@ -90,7 +91,13 @@ class Link:
         self._threads: list[threading.Thread] = []
         self._poll = UnixConnection(str(path), timeout_seconds=POLL_SECONDS + 10)
         self._is_away = False
+        self._owner = Owner()
         self.dropped = 0
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether nobody listens, or this is a forked child: it has no threads, and a lock may be held for good."""
+        return self._path is None or not self._owner.is_here
 
     @property
     def directive(self) -> Directive:
@@ -109,7 +116,7 @@ class Link:
 
     def send(self, route: str, body: dict[str, Any]) -> None:
         """Queues a message that is sent at once, behind the metrics that came before it."""
-        if self._path is None:
+        if self._is_silent:
             return
         with self._state:
             self._seal()
@@ -125,7 +132,7 @@ class Link:
         ledger: dict[str, dict[str, float]] | None = None,
     ) -> None:
         """Queues progress, metric rows ``[key, step, value, time]`` and ledger amounts for the next batch."""
-        if self._path is None:
+        if self._is_silent:
             return
         with self._state:
             self._push |= {"step": step, "phase": phase}
@@ -139,7 +146,7 @@ class Link:
 
     def flush(self, timeout_seconds: float = 5.0) -> bool:
         """Waits until the supervisor has taken everything queued so far; False when it is away or too slow."""
-        if self._path is None:
+        if self._is_silent:
             return True
         deadline = time.monotonic() + timeout_seconds
         with self._state:
@@ -154,6 +161,8 @@ class Link:
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Flushes and stops both threads; returns whether everything was delivered."""
+        if self._is_silent:
+            return True
         delivered = self.flush(timeout_seconds)
         with self._state:
             self._closed = True
