@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from place_lab import begin, fingerprint, lay, steps
 
 from overnight.cli import app as cli_app
@@ -122,6 +124,59 @@ def test_what_is_not_there_is_a_short_answer(cli: Cli, tmp_path: Path, place: Lo
     (tmp_path / "empty").mkdir()
     code, out, err = cli("list", "./empty")
     assert (code, out) == (0, "") and "no checkpoints" in err
+    assert cli("verify", "./empty")[0] == 4
+    code, _, err = cli("list", f"{place.root}@99")
+    assert code == 4 and "no such checkpoint" in err
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    code, _, err = cli("list", "./photos")
+    assert code == 4 and "neither a trial nor a checkpoint place" in err
+
+
+@pytest.mark.parametrize("verb", ["list", "verify"])
+@pytest.mark.parametrize("target", ["", " ", "@3", "digits-7@-1", "./here@-1", "./here@"])
+def test_what_cannot_be_a_target_is_refused(verb: str, target: str, cli: Cli) -> None:
+    code, out, err = cli(verb, target)
+    assert (code, out) == (2, "") and "digits-7@2000" in err
+    assert "no step" in err if len(target) > 2 else "names no checkpoints" in err
+
+
+def test_one_odd_entry_is_listed_as_damaged_with_the_reason(place: LocalPlace, cli: Cli) -> None:
+    (place.root / "step-1000.attempt-1.1").write_text("no folder")
+    code, out, _ = cli("list", str(place.root))
+    assert code == 0 and out.count("step-") == 4
+    [line] = [line for line in out.splitlines() if "step-1000" in line]
+    assert "damaged" in line and "Not a directory" in line
+    items = data(cli("list", "-o", "json", str(place.root)))["items"]
+    problems = {item["step"]: item["problem"] for item in items}
+    assert "Not a directory" in problems.pop(1000) and set(problems.values()) == {""}
+    assert cli("verify", str(place.root))[0] == 1
+    assert cli("prune", "--dry-run", str(place.root))[0] == 0
+
+
+def test_a_file_url_is_a_path(place: LocalPlace, cli: Cli) -> None:
+    for target in (place.root, place.root.parent, place.path(CheckpointName(2, Token(1)))):
+        assert data(cli("list", "-o", "json", target.as_uri())) == data(cli("list", "-o", "json", str(target)))
+    assert cli("verify", f"{place.root.as_uri()}@3")[0] == 0
+    assert cli("list", "file:///no/where")[0] == 4
+
+
+class _Refusing(MemoryFileSystem):  # type: ignore[misc]
+    """A store whose driver refuses with an error of its own, as one without credentials does."""
+
+    protocol = "refusing"
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        raise KeyError("Unable to locate credentials")
+
+
+@pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"], ["verify", "@3"]])
+def test_what_a_stores_driver_raises_is_a_clear_error(words: list[str], cli: Cli) -> None:
+    fsspec.register_implementation("refusing", _Refusing, clobber=True)
+    code, out, err = cli(words[0], "".join(["refusing://foo/bar", *words[1:]]))
+    assert (code, out) == (1, "")
+    assert "refusing://foo/bar" in err and "Unable to locate credentials" in err
+    assert "unexpected" not in err and "report" not in err
 
 
 def test_verify_names_every_damaged_file(place: LocalPlace, cli: Cli) -> None:
@@ -299,7 +354,8 @@ def test_a_trial_by_its_name(server: RunningServer, place: LocalPlace, cli: Cli)
         assert time.monotonic() < deadline, "the lease does not become clean"
     assert len(data(cli("list", "-o", "json", "digits-1"))["items"]) == len(held["items"])
     assert cli("prune", "-y", "--reason", "tidy", "digits-1@1")[0] == 0
-    assert cli("list", "digits-1@1")[2].startswith("no checkpoints")
+    code, _, err = cli("list", "digits-1@1")
+    assert code == 4 and "no such checkpoint" in err
     shutil.rmtree(server.home.checkpoints(trial["id"]))
     code, _, err = cli("verify", "digits-1")
     assert code == 4 and "on this machine" in err

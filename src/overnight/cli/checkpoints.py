@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from overnight.core.models.api import CheckpointDeletion, StoredCheckpoint
     from overnight.trainer.checkpoint.comparison import Comparison
     from overnight.trainer.checkpoint.place import CheckpointName, Place
+    from overnight.trainer.checkpoint.survey import Row
 
 HELP = {"help_option_names": ["-h", "--help"]}
 TEXT = OutputFormat.TEXT
@@ -73,13 +74,16 @@ def list_(ctx: typer.Context, target: Where, output: Output = TEXT) -> None:
     else:
         from overnight.trainer.checkpoint.survey import survey
 
-        looked = survey(found.place)
-        rows = [row.to_json() for row in looked.rows]
+        looked = found.ask(survey)
+        if not looked.rows:
+            _require_place(found)
+        rows = [row.to_json() | {"problem": _problem(found.place, row)} for row in looked.rows]
         held = StoredCheckpoints.model_validate({"place": found.url, "bytes": looked.num_bytes, "items": rows})
-    if found.entry or found.step is not None:
+    if found.picks:
         wanted = tuple(
             item for item in held.items if found.entry in ("", item.name) and found.step in (None, item.step)
         )
+        _require([item.name for item in wanted], found)
         held = held.model_copy(update={"items": wanted})
     if session.json_output:
         session.emit(held)
@@ -88,6 +92,36 @@ def list_(ctx: typer.Context, target: Where, output: Output = TEXT) -> None:
     else:
         session.console.print(_table(held.items))
         session.note(f"{show_bytes(held.bytes)} in {held.place}")
+
+
+def _require_place(found: "Target") -> None:
+    """Tells a place that holds no checkpoints yet from a folder that is none.
+
+    Raises:
+        NotFoundError: There are other things in it, and no run has ever claimed it.
+    """
+    from overnight.core.errors import NotFoundError
+
+    if found.ask(lambda place: place.foreign() and not place.tokens()):
+        raise NotFoundError(
+            f"{found.text}: {found.url} is neither a trial nor a checkpoint place",
+            hint="Give a trial, the folder of a run (.overnight/SCRIPT/ID), or its checkpoints folder.",
+        )
+
+
+def _problem(place: "Place", row: "Row") -> str:
+    """Why a checkpoint's manifest cannot be read, empty if it can."""
+    from overnight.core.errors import CheckpointError, UnavailableError
+    from overnight.trainer.checkpoint.reading.source import open_source
+    from overnight.trainer.checkpoint.reading.verification import manifest_of
+
+    if row.summary.readable:
+        return ""
+    try:
+        manifest_of(open_source(place, row.name), row.name)
+    except (CheckpointError, UnavailableError) as error:
+        return error.message
+    return ""
 
 
 def _table(items: "Sequence[StoredCheckpoint]") -> "Table":
@@ -106,8 +140,8 @@ def _table(items: "Sequence[StoredCheckpoint]") -> "Table":
             show_bytes(item.bytes),
             str(item.world_size or "-"),
             look.plain(item.kind or "-"),
-            item.role if item.readable else "no manifest",
-            look.plain(stays or "-"),
+            item.role if item.readable else "damaged",
+            look.plain(stays or "-") if item.readable else look.plain(item.problem or "no manifest", 200),
         )
     return result
 
@@ -350,11 +384,10 @@ def _delete(
 ) -> "Sequence[CheckpointDeletion]":
     from overnight.core.models.api import CheckpointDeletion, CheckpointPruneIn
 
-    picked = bool(found.entry) or found.step is not None
+    entries: tuple[str, ...] = ()
     if found.trial is not None:
-        entries: tuple[str, ...] = ()
         with session.client() as client:
-            if picked:
+            if found.picks:
                 held = client.checkpoints(found.trial).items
                 entries = _require([item.name for item in held if item.step == found.step], found)
             body = CheckpointPruneIn(entries=entries, keep=keep, dry_run=dry_run, reason=reason)
@@ -364,13 +397,14 @@ def _delete(
     from overnight.trainer.checkpoint.sweep import choose, mark, sweep
 
     watch = PinWatch()
-    looked = survey(found.place, watch, keep)
-    if picked:
-        doomed = choose(looked, [str(name) for name in found.names()], reason or "asked for")
+    looked = found.ask(lambda place: survey(place, watch, keep))
+    if found.picks:
+        entries = tuple(str(name) for name in found.names())
+        doomed = found.ask(lambda place: choose(looked, entries, reason or "asked for"))
     else:
-        doomed = mark(looked, at_rest=False)
+        doomed = found.ask(lambda place: mark(looked, at_rest=False))
     if not dry_run:
-        doomed = sweep(looked, doomed, watch)
+        doomed = found.ask(lambda place: sweep(looked, doomed, watch))
     return [CheckpointDeletion.model_validate(deletion.to_json()) for deletion in doomed]
 
 

@@ -1,14 +1,18 @@
 """From what a person types to checkpoints: ``digits-7``, ``digits-7@2000``, a checkpoint place, or one checkpoint."""
 
 import re
+import urllib.parse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from overnight.cli.session import Session
 
 if TYPE_CHECKING:
     from overnight.trainer.checkpoint.place import CheckpointName, Place
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,28 @@ class Target:
     step: int | None = None
 
     @property
+    def picks(self) -> bool:
+        """Whether single checkpoints are meant, and not all of the place."""
+        return bool(self.entry) or self.step is not None
+
+    @property
     def place(self) -> "Place":
         """The checkpoint place."""
         from overnight.trainer.checkpoint.place import open_place
 
         return open_place(self.url)
+
+    def ask(self, request: "Callable[[Place], T]") -> T:
+        """What is asked of the place.
+
+        Raises:
+            UnavailableError: A store's driver raised an error of its own.
+        """
+        if "://" not in self.url:
+            return request(self.place)
+        from overnight.trainer.checkpoint.reading.source import answered
+
+        return answered(self.url, lambda: request(self.place))
 
     def names(self) -> "list[CheckpointName]":
         """The checkpoints that are meant, oldest first.
@@ -44,13 +65,14 @@ class Target:
         """
         from overnight.core.errors import NotFoundError
 
-        found = self.place.checkpoints()
+        found = self.ask(lambda place: place.checkpoints())
         if self.entry:
             found = [name for name in found if str(name) == self.entry]
         if self.step is not None:
             found = [name for name in found if name.step == self.step]
         if not found:
-            raise NotFoundError(f"{self.text}: there is no such checkpoint", hint="See: overnight checkpoints list")
+            what = "is no such checkpoint" if self.picks else f"are no checkpoints in {self.url}"
+            raise NotFoundError(f"{self.text}: there {what}", hint="See: overnight checkpoints list")
         return found
 
     def one(self) -> str:
@@ -59,12 +81,12 @@ class Target:
         Raises:
             NotFoundError: There is none.
         """
-        if not self.entry and self.step is None:
+        if not self.picks:
             return self.url
         from overnight.trainer.checkpoint.reading.lineage import lineage
 
         names = self.names()
-        current = [name for name in lineage(self.place) if name in names]
+        current = [name for name in self.ask(lambda place: list(lineage(place))) if name in names]
         return f"{self.url}/{(current or names[::-1])[0]}"
 
 
@@ -72,13 +94,15 @@ def find(session: Session, text: str) -> Target:
     """What is meant: a path or URL if it looks like one or exists, else a trial, which the server knows.
 
     Raises:
+        BadInputError: Nothing was typed, or a step that cannot be.
         NotFoundError: There is no such folder or trial.
         ServerAwayError: It is no path, and no server answers.
     """
     from overnight.core.errors import NotFoundError
 
-    match = re.fullmatch(r"(.+)@(\d+)", text)
-    bare, step = (match[1], int(match[2])) if match else (text, None)
+    bare, step = _parts(text)
+    if bare.startswith("file://"):
+        bare = urllib.parse.unquote(urllib.parse.urlsplit(bare).path)
     path = Path(bare).expanduser()
     if "://" in bare:
         return _located(text, bare.rstrip("/"), step)
@@ -88,6 +112,19 @@ def find(session: Session, text: str) -> Target:
         return _located(text, str(_place_in(path.absolute())), step)
     with session.client() as client:
         return Target(text, bare, client.checkpoints(bare).place, step=step)
+
+
+def _parts(text: str) -> tuple[str, int | None]:
+    """What stands before a step, and the step."""
+    from overnight.core.errors import BadInputError
+
+    hint = "Give a trial (digits-7), one step of it (digits-7@2000), or a path or URL."
+    bare, at, step = text.rpartition("@")
+    if not text.strip() or (at and not bare):
+        raise BadInputError(f"{text!r} names no checkpoints", hint=hint)
+    if at and re.fullmatch(r"(-\d+)?", step) and not Path(text).expanduser().is_dir():
+        raise BadInputError(f"{text}: {step!r} is no step, which is a number from 0 on", hint=hint)
+    return (bare, int(step)) if re.fullmatch(r"\d+", step) and at else (text, None)
 
 
 def _located(text: str, url: str, step: int | None) -> Target:

@@ -143,6 +143,7 @@ class StoredCheckpoint(Wire):
         best: It is among the best by the metric that the run's rules name.
         pinned_by: Who reads it just now.
         readable: Its manifest can be read. Nothing else is looked at: see ``overnight checkpoints verify``.
+        problem: Why not, where that is known.
     """
 
     name: str
@@ -155,6 +156,7 @@ class StoredCheckpoint(Wire):
     best: bool = False
     pinned_by: str = ""
     readable: bool = True
+    problem: str = ""
     created_at: str = ""
     kind: str = ""
     world_size: int = 0

@@ -68,11 +68,11 @@ class Place(ABC):
 
     @abstractmethod
     def entries(self, folder: str = "") -> list[str]:
-        """Names of everything in a folder, sorted; empty if it does not exist."""
+        """Names of everything in a folder, sorted; empty if there is no such folder."""
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of the files directly in a folder, by name; empty if it does not exist."""
+        """Bytes of the files directly in a folder, by name; empty if there is no such folder."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -150,17 +150,17 @@ class LocalPlace(Place):
         return self.root / fence_name(token)
 
     def entries(self, folder: str = "") -> list[str]:
-        """Names of everything in a folder, sorted; empty if it does not exist."""
+        """Names of everything in a folder, sorted; empty if there is no such folder."""
         try:
             return sorted(entry.name for entry in os.scandir(self.root / folder))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of the files directly in a folder, by name; empty if it does not exist."""
+        """Bytes of the files directly in a folder, by name; empty if there is no such folder."""
         try:
             return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
 
     def read(self, path: str) -> bytes:
