@@ -1,5 +1,8 @@
 """The line to the supervisor: in order, once, and never in the way."""
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -272,3 +275,34 @@ def test_a_trial_that_is_started_twice_is_refused(supervised: Supervisor) -> Non
         pass
     with pytest.raises(FencedError), trainer.run(every=None):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_neither_speaks_nor_waits_for_a_lock_that_a_thread_held(supervisor: Supervisor) -> None:
+    link = Link(supervisor.path, 0, 1)
+    link.open()
+    assert link.flush()
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with link._state:
+            held.set()
+            forked.wait(30.0)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(5.0)
+    child = os.fork()
+    if child == 0:
+        link.push(1, "eval")
+        link.send("/v1/report", {"step": 1, "values": {}})
+        os._exit(0 if link.flush() and link.close() else 1)
+    forked.set()
+    holder.join()
+    try:
+        wait_until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == 0
+    assert link.close()
+    assert [route for route, _ in supervisor.received] == ["/v1/hello"]
