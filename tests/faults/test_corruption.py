@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overnight.core.errors import CorruptCheckpointError, NoUsableCheckpointError
+from overnight.trainer.checkpoint.fence import claim, read_fences
 from overnight.trainer.checkpoint.manifest import MANIFEST, read_manifest
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
 from overnight.trainer.checkpoint.reading.finding import newest_good, open_newest
 from overnight.trainer.checkpoint.reading.inspection import inspect
 from overnight.trainer.checkpoint.reading.restored import Restored
+from overnight.trainer.checkpoint.survey import survey
+from overnight.trainer.checkpoint.sweep import mark
 
 OLD, NEW = CheckpointName(10, Token(1)), CheckpointName(20, Token(1))
 FILES = ["__0_0.distcp", "__1_0.distcp", ".metadata", "index.json", MANIFEST]
@@ -227,6 +231,90 @@ def test_a_stale_attempt_is_named(place: LocalPlace) -> None:
     assert said == [f"passed over {NEW}: it is of a stale attempt: 2.1 went on from step 10"]
     found = newest_good(place, complaints=lambda _: None)
     assert found is not None and found[0].step == 15
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> LocalPlace:
+    """The checkpoints of another trial, which has come further."""
+    other = LocalPlace(tmp_path / "other")
+    for step, token in ((30, Token(1)), (40, Token(5))):
+        lay(other, step, states(step), token, private=["model.own"])
+    return other
+
+
+def copy_checkpoints(source: LocalPlace, to: LocalPlace) -> list[CheckpointName]:
+    for name in source.checkpoints():
+        shutil.copytree(source.path(name), to.path(name))
+    return source.checkpoints()
+
+
+@pytest.mark.parametrize("read", [newest_good, open_newest])
+def test_a_checkpoint_of_another_trial_is_named_and_passed_over(
+    place: LocalPlace, other: LocalPlace, read: Callable[..., object]
+) -> None:
+    foreign = copy_checkpoints(other, place)
+    said: list[str] = []
+    found = read(place, complaints=said.append)
+    manifest = found.manifest if isinstance(found, Restored) else found[1] if isinstance(found, tuple) else None
+    assert manifest is not None and manifest.name == NEW
+    reason = "it belongs to another trial's checkpoints"
+    assert said == [f"passed over {name}: {reason}" for name in reversed(foreign)]
+    assert inspect(place.path(foreign[-1]))["good"], "by itself it is as good as ever"
+
+
+def test_only_checkpoints_of_another_trial_are_no_reason_to_start_anew(other: LocalPlace, tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path / "begun")
+    claim(place, Token(1), None)
+    copy_checkpoints(other, place)
+    for read in (newest_good, open_newest):
+        with pytest.raises(NoUsableCheckpointError, match=r"step-40.*another trial's.*step-30.*another trial's"):
+            read(place, complaints=lambda _: None)
+
+
+def test_fences_of_both_trials_do_not_make_foreign_checkpoints_ours(place: LocalPlace, other: LocalPlace) -> None:
+    copy_checkpoints(other, place)
+    shutil.copy(other.fence_path(Token(5)), place.fence_path(Token(7)))
+    found = newest_good(place, complaints=lambda _: None)
+    assert found is not None and found[0].token == Token(5), "fences of that place vouch for attempt 5"
+    said: list[str] = []
+    shutil.rmtree(place.path(found[0]))
+    found = newest_good(place, complaints=said.append)
+    assert found is not None and found[0] == NEW and any("step-30" in line for line in said)
+
+
+def test_a_place_keeps_its_identity_where_it_goes_and_through_damage(place: LocalPlace, tmp_path: Path) -> None:
+    (identity,) = {fence.place for fence in read_fences(place).values()}
+    assert identity and read_manifest(place.path(NEW)).place == identity
+    moved = LocalPlace(place.root.rename(tmp_path / "moved"))
+    assert claim(moved, Token(2), NEW).place == identity
+    moved.fence_path(Token(1)).write_bytes(b"")
+    moved.fence_path(Token(2)).unlink()
+    restored = open_newest(moved)
+    assert restored is not None and restored.manifest.name == NEW
+    assert claim(moved, Token(3), NEW, parent_place=restored.manifest.place).place == identity
+    found = newest_good(moved)
+    assert found is not None and found[0] == NEW
+
+
+def test_checkpoints_and_fences_without_an_identity_are_taken(place: LocalPlace) -> None:
+    """Older versions wrote neither."""
+    fence = json.loads(place.fence_path(Token(1)).read_bytes())
+    del fence["place"]
+    place.fence_path(Token(1)).write_text(json.dumps(fence))
+    assert open_newest(place) is not None
+    bare = replace(read_manifest(place.path(NEW)), place="")
+    (place.path(NEW) / MANIFEST).write_bytes(bare.to_bytes())
+    claim(place, Token(2), NEW)
+    found = newest_good(place)
+    assert found is not None and found[0] == NEW
+
+
+def test_foreign_checkpoints_neither_push_others_out_nor_are_deleted(place: LocalPlace, other: LocalPlace) -> None:
+    foreign = copy_checkpoints(other, place)
+    found = survey(place, keep=1)
+    assert found.last_good() == NEW and found.line == (NEW, OLD)
+    assert [deletion.entry for deletion in mark(found, at_rest=True)] == [str(OLD)]
+    assert {row.name for row in found.rows if "another trial" in row.reason} == set(foreign)
 
 
 def test_foreign_files_are_named_and_left_alone(place: LocalPlace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from overnight.trainer.checkpoint.fence import claim
+from overnight.trainer.checkpoint.fence import claim, read_fences
 from overnight.trainer.checkpoint.index import INDEX, Index, TensorEntry, index_to_bytes, merge, private_key
 from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, describe, now_text
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
@@ -85,6 +85,7 @@ def lay(
         seed=0,
         position={"loops": [], "loaders": {}},
         content="",
+        place=read_fences(place)[token].place,
         files=files,
     )
     (folder / MANIFEST).write_bytes(manifest.to_bytes())

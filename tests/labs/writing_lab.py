@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def client_of(
     author_fields = {name: options.pop(name) for name in list(options) if name in Author.__dataclass_fields__}
     author = Author(**{"token": token, "parent": None, "timeout_seconds": 30.0, **author_fields})
     if claims and author.rank == 0 and isinstance(place, Place):
-        claim(place, token, author.parent)
+        author = replace(author, place=claim(place, token, author.parent).place)
     retention = options.pop("retention", Retention(keep=2))
     client = WriterClient(str(place), author, retention, tmp_path / "staging", **options)
     client.start()

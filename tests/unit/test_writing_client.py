@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,13 +29,17 @@ from writing_lab import (
     until,
 )
 
-from overnight.core.errors import BadInputError, SetupError
+from overnight.core.errors import BadInputError, FencedError, SaveFailedError, SetupError
+from overnight.trainer.checkpoint.fence import claim, read_fences
 from overnight.trainer.checkpoint.index import INDEX, index_from_bytes
 from overnight.trainer.checkpoint.manifest import load_manifest, verify
 from overnight.trainer.checkpoint.place import LocalPlace, Token, open_place
 from overnight.trainer.checkpoint.retention import Retention
+from overnight.trainer.checkpoint.writing.channel import Pulse
 from overnight.trainer.checkpoint.writing.client import command
+from overnight.trainer.checkpoint.writing.destination import make_destination
 from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
+from overnight.trainer.checkpoint.writing.save import History, Save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -72,7 +77,7 @@ def test_orders_survive_the_wire() -> None:
     pieces = (Piece("ü", "float32", (), 0, 4, (), ()), Piece("x", "int8", (2, 3), 64, 6, None, None, True))
     one = SaveOrder(3, 2, 1, "{}", {"a": [1]}, pieces, "yield", {"m": float("inf")}, {"threads": 2})
     assert SaveOrder.from_bytes(one.to_bytes()) == one and one.num_bytes == 10
-    author = Author(token=Token(2, 3), parent=name_of(4), rank=1, world_size=2, seed=9)
+    author = Author(token=Token(2, 3), parent=name_of(4), place="0a", rank=1, world_size=2, seed=9)
     assert Author.from_json(json.loads(json.dumps(author.to_json()))) == author
 
 
@@ -331,3 +336,68 @@ def test_no_growth_over_many_saves(place: LocalPlace, memory: Memory, tmp_path: 
                 seen.append(len(descriptors()))
     (pages_before, fds_before), own_before, (pages_after, fds_after), own_after = seen
     assert pages_after - pages_before < 250 and fds_before == fds_after and own_before == own_after
+
+
+GONE = "the checkpoint place was deleted or replaced while the run was at work"
+
+
+def test_a_manifest_names_the_place_in_which_it_was_made(place: LocalPlace, memory: Memory, tmp_path: Path) -> None:
+    with client_of(place, tmp_path) as client:
+        assert finish(client, client.submit(order(1, 1, memory), memory)).committed
+    (fence,) = read_fences(place).values()
+    assert fence.place and load_manifest(place, name_of(1)).place == fence.place
+
+
+@pytest.mark.parametrize("num_saves", [0, 1])
+def test_a_place_that_is_deleted_fails_saves_and_stays_away(
+    place: LocalPlace, memory: Memory, tmp_path: Path, num_saves: int
+) -> None:
+    with client_of(place, tmp_path) as client:
+        for number in range(1, num_saves + 1):
+            assert finish(client, client.submit(order(number, number, memory), memory)).committed
+        shutil.rmtree(place.root)
+        for number in (5, 6):
+            error = finish(client, client.submit(order(number, number, memory), memory)).error
+            assert isinstance(error, SaveFailedError) and error.message.startswith(f"{GONE}: {place}")
+            assert not place.root.exists()
+
+
+def test_a_place_that_is_replaced_gets_nothing(place: LocalPlace, memory: Memory, tmp_path: Path) -> None:
+    with client_of(place, tmp_path) as client:
+        shutil.rmtree(place.root)
+        claim(place, Token(1), None)
+        error = finish(client, client.submit(order(1, 1, memory), memory)).error
+    assert isinstance(error, SaveFailedError) and error.message.startswith(GONE)
+    assert place.entries() == ["fence-1.1.json"]
+
+
+@pytest.mark.parametrize("deed", ["delete", "replace", "supersede"])
+@pytest.mark.parametrize("point", ["_write", "_publish", "_manifest"])
+def test_a_place_that_goes_in_the_middle_of_a_save(
+    place: LocalPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, deed: str
+) -> None:
+    """The last look at the fence is right before the rename."""
+    author = Author(token=Token(1), parent=None, place=claim(place, Token(1), None).place)
+    original = getattr(Save, point)
+
+    def struck(*arguments: Any) -> Any:
+        if deed == "supersede":
+            claim(place, Token(2), None)
+        else:
+            place.root.rename(tmp_path / "away")
+        if deed == "replace":
+            shutil.copytree(tmp_path / "away", place.root)
+            place.fence_path(Token(1)).unlink()
+            claim(place, Token(1), None, parent_place="another")
+        return original(*arguments)
+
+    monkeypatch.setattr(Save, point, struck)
+    memory = Memory({"w": torch.randn(100, 7)})
+    destination = make_destination(place, 0, tmp_path / "staging", lambda _: None)
+    save = Save(
+        order(1, 1, memory), memoryview(memory.bytes), author, destination, History(), Pulse(-1), lambda _: None
+    )
+    with pytest.raises(FencedError if deed == "supersede" else SaveFailedError) as caught:
+        save.run()
+    assert deed == "supersede" or caught.value.message.startswith(GONE)
+    assert place.root.exists() == (deed != "delete") and committed(place) == []

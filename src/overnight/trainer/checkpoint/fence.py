@@ -2,12 +2,17 @@
 
 A token claims the place by creating its fence file exclusively, *before* it restores. From then on every lower token is
 refused when it wants to publish. The fence names the checkpoint from which the token goes on; that is the lineage.
+
+Fences also give a place its identity, which every checkpoint made in it carries: a folder that somebody copies from
+another trial's place looks like one of this trial's, but was never part of it.
 """
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from overnight.core.errors import FencedError
+from overnight.core.errors import FencedError, SaveFailedError
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, fence_name
 
 
@@ -19,35 +24,48 @@ class Fence:
         token: Who.
         parent: The checkpoint from which it goes on, None at step 0.
         fresh: It began anew on purpose: what older tokens have committed does not count any more.
+        place: Identity of the place, empty if the token was started by a version that knew none.
         readable: False if the file was damaged and nothing but the token is known.
     """
 
     token: Token
     parent: CheckpointName | None = None
     fresh: bool = False
+    place: str = ""
     readable: bool = True
 
 
-def claim(place: Place, token: Token, parent: CheckpointName | None, *, fresh: bool = False) -> Fence:
+def claim(
+    place: Place, token: Token, parent: CheckpointName | None, *, fresh: bool = False, parent_place: str = ""
+) -> Fence:
     """Creates the fence of a token, durably.
+
+    Args:
+        place: Where.
+        token: Who.
+        parent: The checkpoint from which it goes on, None at step 0.
+        fresh: It begins anew on purpose.
+        parent_place: The identity that the parent carries; it becomes the place's where no fence tells another.
 
     Raises:
         FencedError: The token was used before, or a higher one owns the place.
     """
     refuse_stale(place, token)
+    identity = _identity(read_fences(place)) or parent_place or os.urandom(16).hex()
     body = {
         "attempt": token.attempt,
         "generation": token.generation,
         "step": parent.step if parent else 0,
         "parent": str(parent) if parent else None,
         "fresh": fresh,
+        "place": identity,
     }
     if not place.create(fence_name(token), json.dumps(body).encode()):
         raise FencedError(
             f"attempt {token.attempt}, generation {token.generation} has already been started in {place}",
             hint="Each start needs a token of its own; two processes of one attempt would overwrite each other.",
         )
-    return Fence(token, parent, fresh)
+    return Fence(token, parent, fresh, identity)
 
 
 def refuse_stale(place: Place, token: Token) -> None:
@@ -65,6 +83,39 @@ def refuse_stale(place: Place, token: Token) -> None:
         )
 
 
+def require_own(place: Place, token: Token, identity: str = "") -> None:
+    """Checks that the place is still the one that a token has claimed.
+
+    Args:
+        place: The place.
+        token: Who.
+        identity: Of the place that it claimed; empty if it is not known.
+
+    Raises:
+        SaveFailedError: Its fence is gone, or is that of another place.
+    """
+    if token in place.tokens() and (not identity or _read(place, token).place in ("", identity)):
+        return
+    raise SaveFailedError(
+        f"the checkpoint place was deleted or replaced while the run was at work: {place} does not hold the fence of "
+        f"attempt {token.attempt}, generation {token.generation} any more",
+        hint="Its folder was deleted, moved, or is not mounted. Bring it back, or start the run again.",
+    )
+
+
+def is_foreign(fences: Mapping[Token, Fence], token: Token, identity: str) -> bool:
+    """Whether a checkpoint was made in another place than the one it lies in.
+
+    Args:
+        fences: Of the place in which it lies.
+        token: Who wrote it.
+        identity: Of the place in which it was made, as its manifest says; empty if that is not known.
+    """
+    own = fences.get(token)
+    known = {own.place} if own is not None and own.place else {fence.place for fence in fences.values() if fence.place}
+    return bool(identity and known) and identity not in known
+
+
 def next_attempt(place: Place) -> int:
     """The lowest attempt number above all that are known in the place."""
     known = [*place.tokens(), *(name.token for name in place.checkpoints())]
@@ -76,12 +127,16 @@ def read_fences(place: Place) -> dict[Token, Fence]:
     return {token: _read(place, token) for token in place.tokens()}
 
 
+def _identity(fences: Mapping[Token, Fence]) -> str:
+    return next((fences[token].place for token in sorted(fences, reverse=True) if fences[token].place), "")
+
+
 def _read(place: Place, token: Token) -> Fence:
     try:
         body = json.loads(place.read(fence_name(token)))
         parent = CheckpointName.parse(body["parent"]) if body["parent"] is not None else None
         if body["parent"] is not None and parent is None:
             return Fence(token, readable=False)
-        return Fence(token, parent, bool(body.get("fresh", False)))
+        return Fence(token, parent, bool(body.get("fresh", False)), str(body.get("place", "")))
     except (OSError, ValueError, KeyError, TypeError):
         return Fence(token, readable=False)

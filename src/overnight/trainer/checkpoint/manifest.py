@@ -102,6 +102,8 @@ class Manifest:
         content: Hash of the whole state, to prove that nothing changed.
         retention: Which checkpoints of the run stay, see :class:`overnight.trainer.checkpoint.retention.Retention`; for
             whoever tidies up when no attempt is left to do it.
+        place: Identity of the place in which it was made, see :mod:`overnight.trainer.checkpoint.fence`; empty if not
+            known.
         files: By path relative to the checkpoint's folder; frozen tensors lie in ``../base-<hash>/``, which several
             checkpoints share.
     """
@@ -122,6 +124,7 @@ class Manifest:
     kind: str = "periodic"
     metrics: dict[str, float] = field(default_factory=dict)
     retention: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT
 

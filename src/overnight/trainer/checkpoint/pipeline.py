@@ -200,7 +200,7 @@ class Pipeline:
         folder = partial_name(saving.name)
         with contextlib.suppress(OSError):
             if isinstance(self._place, LocalPlace):
-                (self._place.root / folder).mkdir(parents=True, exist_ok=True)
+                (self._place.root / folder).mkdir(exist_ok=True)
             rank, world_size = self._author.rank, self._author.world_size
             meeting = Meeting(
                 self._place, folder, rank=rank, world_size=world_size, timeout_seconds=0.0, progress=lambda: None

@@ -32,6 +32,7 @@ class Summary:
         kind: Why it was saved.
         world_size: Ranks that wrote it, 0 if unknown.
         retention: The rules of the run that wrote it, as JSON; empty if unknown.
+        place: Identity of the place in which it was made; empty if unknown.
     """
 
     name: CheckpointName
@@ -43,6 +44,7 @@ class Summary:
     kind: str = ""
     world_size: int = 0
     retention: Mapping[str, Any] = field(default_factory=dict)
+    place: str = ""
 
 
 def summarize(place: Place, name: CheckpointName) -> Summary:
@@ -73,6 +75,7 @@ def _read(place: Place, name: CheckpointName) -> Summary:
         kind=str(body.get("kind", "")),
         world_size=world_size if isinstance(world_size, int) else 0,
         retention=retention if isinstance(retention, dict) else {},
+        place=str(body.get("place", "")),
     )
 
 

@@ -6,16 +6,17 @@ step 0; a store that does not answer is an error too, never a reason to take an 
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from overnight.core.errors import CorruptCheckpointError, NoUsableCheckpointError, OvernightError, from_dict
+from overnight.trainer.checkpoint.fence import Fence, is_foreign, read_fences
 from overnight.trainer.checkpoint.manifest import Manifest
-from overnight.trainer.checkpoint.place import CheckpointName, Place, open_place
+from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
 from overnight.trainer.checkpoint.reading.lineage import lineage, outrun
-from overnight.trainer.checkpoint.reading.source import answered, open_source
+from overnight.trainer.checkpoint.reading.source import Source, answered, open_source
 from overnight.trainer.checkpoint.reading.verification import foreign_files, manifest_of, verify
 
 if TYPE_CHECKING:
@@ -48,6 +49,25 @@ class Reader:
 
 ALONE = Reader()
 
+FOREIGN = "it belongs to another trial's checkpoints"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a place holds, as one rank has seen it for all.
+
+    Attributes:
+        names: Checkpoints to try, best first.
+        stale: Step and complaint of what stale attempts left.
+        foreign: Names of what is not ours.
+        fences: By token.
+    """
+
+    names: tuple[CheckpointName, ...]
+    stale: tuple[tuple[int, str], ...]
+    foreign: tuple[str, ...]
+    fences: Mapping[Token, Fence]
+
 
 def newest_good(
     place: Place | str | Path, complaints: Callable[[str], None] = complain
@@ -67,9 +87,9 @@ def newest_good(
     """
     place = place if isinstance(place, Place) else open_place(place)
 
-    def look(name: CheckpointName) -> tuple[CheckpointName, Manifest]:
+    def look(name: CheckpointName, fences: Mapping[Token, Fence]) -> tuple[CheckpointName, Manifest]:
         source = open_source(place, name)
-        manifest = manifest_of(source, name)
+        manifest = _own_manifest(source, name, fences)
         extra = foreign_files(source, manifest)
         verify(source, manifest.files)
         _name_extra(name, extra, complaints)
@@ -100,9 +120,9 @@ def open_newest(
     """
     from overnight.trainer.checkpoint.reading.restored import Restored  # torch
 
-    def read(name: CheckpointName) -> "Restored":
+    def read(name: CheckpointName, fences: Mapping[Token, Fence]) -> "Restored":
         source = open_source(place, name)
-        manifest = manifest_of(source, name)
+        manifest = _own_manifest(source, name, fences)
         extra = foreign_files(source, manifest) if reader.rank == 0 else []
         restored = Restored(source, manifest, reader.rank, reader.local_world_size)
         restored.hold(reader.rank, reader.world_size)
@@ -112,46 +132,62 @@ def open_newest(
     return _first_good(place, read, reader, complaints)
 
 
+def _own_manifest(source: Source, name: CheckpointName, fences: Mapping[Token, Fence]) -> Manifest:
+    """The manifest of a checkpoint that was made in the place in which it lies.
+
+    Raises:
+        CorruptCheckpointError: It was not, or has no good manifest.
+    """
+    manifest = manifest_of(source, name)
+    if is_foreign(fences, name.token, manifest.place):
+        raise CorruptCheckpointError(FOREIGN)
+    return manifest
+
+
 def _first_good(
-    place: Place, look: Callable[[CheckpointName], T], reader: Reader, complaints: Callable[[str], None]
+    place: Place,
+    look: Callable[[CheckpointName, Mapping[Token, Fence]], T],
+    reader: Reader,
+    complaints: Callable[[str], None],
 ) -> T | None:
     """Tries the checkpoints of the newest lineage in turn, on all ranks at once."""
     say = complaints if reader.rank == 0 else _say_nothing
-    names, stale, foreign = reader.gather(together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
+    listing: Listing = reader.gather(together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
     reasons: list[str] = []
-    for name in (parsed for text in names if (parsed := CheckpointName.parse(text))):
+    for name in listing.names:
         try:
-            found = together(reader, functools.partial(look, name))
+            found = together(reader, functools.partial(look, name, listing.fences))
         except CorruptCheckpointError as error:
             reasons.append(f"{name}: {error.message}")
             say(f"passed over {name}: {error.message}")
             continue
-        for step, line in stale:
+        for step, line in listing.stale:
             if step > name.step:
                 say(line)
-        if foreign:
-            say(f"{place} holds other files too: {', '.join(foreign[:5])}; they were left alone")
+        if listing.foreign:
+            say(f"{place} holds other files too: {', '.join(listing.foreign[:5])}; they were left alone")
         return found
-    _require_nothing(place, reasons, foreign)
+    _require_nothing(place, reasons, listing.foreign)
     return None
 
 
-def _list(place: Place) -> tuple[list[str], list[tuple[int, str]], list[str]]:
-    """Names to try, what stale attempts left with step and complaint, and what is not ours.
+def _list(place: Place) -> Listing:
+    """What there is.
 
     Raises:
         UnavailableError: The place cannot be listed.
     """
 
-    def look() -> tuple[list[str], list[tuple[int, str]], list[str]]:
-        names = [str(name) for name in lineage(place)]
-        stale = [(name.step, f"passed over {name}: {reason}") for name, reason in outrun(place)]
-        return names, stale, place.foreign() if names or not place.tokens() else []
+    def look() -> Listing:
+        names = tuple(lineage(place))
+        stale = tuple((name.step, f"passed over {name}: {reason}") for name, reason in outrun(place))
+        fences = read_fences(place)
+        return Listing(names, stale, tuple(place.foreign()) if names or not fences else (), fences)
 
     return answered(str(place), look)
 
 
-def _require_nothing(place: Place, reasons: list[str], foreign: list[str]) -> None:
+def _require_nothing(place: Place, reasons: Sequence[str], foreign: Sequence[str]) -> None:
     if reasons:
         raise NoUsableCheckpointError(
             f"{place} holds {len(reasons)} checkpoint(s) of which none can be used: {'; '.join(reasons)[:2000]}",

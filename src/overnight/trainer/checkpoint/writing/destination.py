@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from overnight.core.errors import SaveFailedError
-from overnight.trainer.checkpoint.fence import refuse_stale
+from overnight.trainer.checkpoint.fence import refuse_stale, require_own
 from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from overnight.trainer.checkpoint.place import (
     CheckpointName,
@@ -71,7 +71,7 @@ class Destination(ABC):
 
         Raises:
             FencedError: A higher token owns the place.
-            SaveFailedError: A rank has given up meanwhile.
+            SaveFailedError: A rank has given up meanwhile, or the place is not the one that was claimed.
         """
 
     @abstractmethod
@@ -102,6 +102,12 @@ def make_destination(place: Place, rank: int, staging: Path, progress: Progress)
     return RemoteDestination(place, rank, staging, progress)
 
 
+def _refuse(place: Place, manifest: Manifest, token: Token) -> None:
+    refuse_stale(place, token)
+    if manifest.place:
+        require_own(place, token, manifest.place)
+
+
 class LocalDestination(Destination):
     """A local folder: it is the staging place too, so nothing is copied twice."""
 
@@ -110,9 +116,9 @@ class LocalDestination(Destination):
         self.rank = rank
 
     def folder(self, name: CheckpointName) -> Path:
-        """The folder in which all ranks prepare the checkpoint; it is made."""
+        """The folder in which all ranks prepare the checkpoint; it is made, but not the place, which a claim makes."""
         folder = self.place.partial(name)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         return folder
 
     def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
@@ -141,7 +147,8 @@ class LocalDestination(Destination):
 
         Raises:
             FencedError: A higher token owns the place.
-            SaveFailedError: A rank has given up meanwhile, or a file is missing or of another size.
+            SaveFailedError: A rank has given up meanwhile, a file is missing or of another size, or the place is not
+                the one that was claimed.
         """
         folder = self.place.partial(manifest.name)
         for entry in self.place.entries(folder.name):
@@ -156,7 +163,7 @@ class LocalDestination(Destination):
             if not file.endswith(".distcp"):  # which are durable, as are bases
                 sync_file(folder / file)
         sync_directory(folder)
-        refuse_stale(self.place, token)
+        _refuse(self.place, manifest, token)
         folder.rename(self.place.path(manifest.name))
         sync_directory(self.place.root)
         self.clean(manifest)
@@ -239,13 +246,14 @@ class RemoteDestination(Destination):
 
         Raises:
             FencedError: A higher token owns the place.
-            SaveFailedError: A rank has given up meanwhile, or the manifest arrived damaged.
+            SaveFailedError: A rank has given up meanwhile, the manifest arrived damaged, or the place is not the one
+                that was claimed.
         """
         meeting = partial_name(manifest.name)
         for entry in self.place.entries(meeting):
             if entry.startswith("abort-"):
                 raise SaveFailedError(f"rank {entry[6:-5]} has given up")
-        refuse_stale(self.place, token)
+        _refuse(self.place, manifest, token)
         self.add(manifest.name, MANIFEST, manifest.to_bytes())
         self.clean(manifest)
 

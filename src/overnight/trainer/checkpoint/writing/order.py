@@ -17,6 +17,7 @@ class Author:
     Attributes:
         token: The fencing token.
         parent: The checkpoint from which the token forked.
+        place: Identity of the place that the token has claimed; empty if it is not known.
         rank, world_size: Of this process.
         seed: The trial's seed.
         timeout_seconds: How long ranks wait for each other, and how long a save may make no progress.
@@ -25,6 +26,7 @@ class Author:
 
     token: Token
     parent: CheckpointName | None
+    place: str = ""
     rank: int = 0
     world_size: int = 1
     seed: int = 0

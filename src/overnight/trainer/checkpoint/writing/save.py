@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
-from overnight.core.errors import CheckpointError, OvernightError, SaveFailedError
-from overnight.trainer.checkpoint.fence import refuse_stale
+from overnight.core.errors import CheckpointError, FencedError, OvernightError, SaveFailedError
+from overnight.trainer.checkpoint.fence import refuse_stale, require_own
 from overnight.trainer.checkpoint.index import (
     INDEX,
     Chunk,
@@ -172,6 +172,8 @@ class Save:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             if self._author.rank > 0 and self._is_published():
                 return None  # rank 0 had all it needed, and took the folder away
+            if not isinstance(error, FencedError) and (lost := self._lost()) is not None:
+                raise lost from error  # the others see it too, and nothing is left where the place was
             failure = error if isinstance(error, CheckpointError) else self._failure(error)
             self._destination.forget(self.name, failed=True)
             self._meeting.abort(failure)
@@ -216,15 +218,25 @@ class Save:
             FencedError: The former.
             SaveFailedError: The latter: its folder was deleted, or its file system is not mounted.
         """
-        place, token = self._destination.place, self._author.token
-        refuse_stale(place, token)
-        is_ours = token in place.tokens()
-        if self._history.claimed and not is_ours:
-            raise SaveFailedError(
-                f"{place} does not hold the fence of attempt {token.attempt}, generation {token.generation} any more",
-                hint="The folder was deleted or is not mounted. Once it is back, saves go on.",
-            )
-        self._history.claimed |= is_ours
+        refuse_stale(self._destination.place, self._author.token)
+        if self._has_claimed:
+            require_own(self._destination.place, self._author.token, self._author.place)
+        self._history.claimed |= self._author.token in self._destination.place.tokens()
+
+    @property
+    def _has_claimed(self) -> bool:
+        return bool(self._author.place) or self._history.claimed
+
+    def _lost(self) -> SaveFailedError | None:
+        """The error that explains all others: the place that the token has claimed is not there any more."""
+        try:
+            if self._has_claimed:
+                require_own(self._destination.place, self._author.token, self._author.place)
+        except SaveFailedError as error:
+            return error
+        except Exception:  # a store that fails says nothing
+            return None
+        return None
 
     def _noted(self) -> Part | None:
         """What a process that died had completed; its files are not touched again."""
@@ -404,6 +416,7 @@ class Save:
             threads=order.facts.get("threads", 0),
             envelope=order.facts.get("envelope", {}),
             retention=order.facts.get("retention", {}),
+            place=author.place,
             seed=author.seed,
             kind=order.kind,
             metrics=order.metrics,
