@@ -396,6 +396,17 @@ def test_an_attempt_folder_that_is_gone_at_the_end_is_a_named_error() -> None:
         shutil.rmtree(run.trial_dir / "attempts")
 
 
+def test_a_checkpoint_place_that_is_gone_fails_the_next_save_and_is_not_made_again() -> None:
+    last = 1_000_000
+    with pytest.raises(SaveFailedError, match="place was deleted or replaced"), trainer.run(every=None) as run:
+        for step in run.steps(last):
+            if step == 3:
+                shutil.rmtree(run.trial_dir / "checkpoints")
+                run.save()
+    assert run.step < last, "it is raised at a boundary, not at the end"
+    assert not (run.trial_dir / "checkpoints").exists()
+
+
 def test_a_start_with_no_update_left_still_tells_its_results(capsys: pytest.CaptureFixture[str]) -> None:
     def script(run: Run, counter: Counter, stop: int | None) -> None:
         for _ in run.steps(3):
