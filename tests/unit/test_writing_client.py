@@ -332,10 +332,13 @@ def test_no_growth_over_many_saves(place: LocalPlace, memory: Memory, tmp_path: 
             memory.bytes[0] = number
             assert finish(client, client.submit(order(number, number, memory), memory)).committed
             if number in (20, 120):
-                seen.append(sizes(client.pid or 0))
+                pid = client.pid or 0
+                if seen:  # what a save leaves to tidy, it tidies after its answer
+                    until(lambda pid=pid: len(descriptors(pid)) <= seen[0][1], "its descriptors")  # type: ignore[misc]
+                seen.append(sizes(pid))
                 seen.append(len(descriptors()))
     (pages_before, fds_before), own_before, (pages_after, fds_after), own_after = seen
-    assert pages_after - pages_before < 250 and fds_before == fds_after and own_before == own_after
+    assert pages_after - pages_before < 250 and fds_after <= fds_before and own_before == own_after
 
 
 GONE = "the checkpoint place was deleted or replaced while the run was at work"
