@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from state_lab import Copy
 
 from overnight.core.errors import (
     CorruptCheckpointError,
@@ -26,7 +27,6 @@ from overnight.trainer.checkpoint.manifest import MANIFEST, verify
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Token
 from overnight.trainer.checkpoint.reader import Restored, inspect, lineage, newest_good
 from overnight.trainer.checkpoint.retention import Retention, prune
-from overnight.trainer.checkpoint.state import stage
 from overnight.trainer.checkpoint.writing.channel import Pulse
 from overnight.trainer.checkpoint.writing.destination import LocalDestination
 from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
@@ -48,14 +48,14 @@ def save(
 ) -> CheckpointName:
     author = Author(token=token, parent=parent, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
     state = {"w": torch.full((8,), float(step)), "n": step} if state is None else state
-    snapshot = stage({"it": state, "big": torch.arange(1000.0)}, step)
+    copy = Copy({"it": state, "big": torch.arange(1000.0)})
     name = CheckpointName(step, token, save)
     pieces, memory = [], bytearray()
-    for key, tensor in snapshot.tensors.items():
+    for key, tensor in copy.tensors.items():
         content = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         pieces.append(Piece(key, str(tensor.dtype)[6:], tuple(tensor.shape), len(memory), len(content)))
         memory += content
-    order = SaveOrder(1, step, save, json.dumps(snapshot.objects), {}, tuple(pieces))
+    order = SaveOrder(1, step, save, json.dumps(copy.objects), {}, tuple(pieces))
     pulse = Pulse.make()
     destination = LocalDestination(place, rank)
     try:

@@ -458,11 +458,6 @@ def standing_directive(conn: sa.Connection, attempt_id: str) -> Directive | None
     return Directive.model_validate(row.directive) if row.ended_at is None else None
 
 
-def set_dir(conn: sa.Connection, attempt_id: str, directory: str) -> None:
-    """Where the attempt's files are."""
-    conn.execute(_UPDATE, {"which": attempt_id, "dir": directory})
-
-
 def beat(conn: sa.Connection, attempt_id: str, counter: int) -> None:
     """Stores a heartbeat counter (the small lease row; the scheduler compares counters, never times)."""
     conn.execute(_BEAT, {"which": attempt_id, "counter": counter})

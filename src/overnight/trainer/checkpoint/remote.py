@@ -115,7 +115,7 @@ class RemotePlace(Place):
             tries += 1
             try:
                 self.files.pipe_file(self.full(path), data, mode="create")
-            except (NotImplementedError, TypeError, ValueError):
+            except (NotImplementedError, TypeError, ValueError):  # how drivers say that they know no such mode
                 self.files.pipe_file(self.full(path), data)
 
         try:

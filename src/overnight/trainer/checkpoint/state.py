@@ -15,7 +15,7 @@ import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -68,36 +68,6 @@ class Encoded:
     leaves: dict[str, Leaf]
 
 
-@dataclass
-class Snapshot:
-    """The state of one rank at one moment; shares no memory with the live objects.
-
-    Attributes:
-        step: Updates done.
-        objects: JSON by object name; tensors are references to keys.
-        tensors: CPU tensors by key.
-        position: For the manifest: which loops are open, and where each loader is.
-    """
-
-    step: int
-    objects: dict[str, Json]
-    tensors: dict[str, torch.Tensor]
-    position: dict[str, Any] = field(default_factory=dict)
-
-    def digests(self) -> dict[str, str]:
-        """xxh3-128 of every tensor: its type, shape and bytes."""
-        return {key: hash_tensor(tensor) for key, tensor in self.tensors.items()}
-
-    def content(self, digests: Mapping[str, str]) -> str:
-        """One hash of the whole state."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self.objects, sorted(digests.items())]).encode())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
-
 def hash_tensor(tensor: torch.Tensor) -> str:
     """xxh3-128 of a CPU tensor's type, shape and bytes."""
     digest = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -123,31 +93,6 @@ def encode(states: Mapping[str, Any]) -> Encoded:
         except RecursionError:
             raise SaveFailedError(f"{name} is nested too deeply or contains itself", hint="Track flat state.") from None
     return Encoded(objects, encoder.leaves)
-
-
-def stage(states: Mapping[str, Any], step: int, position: dict[str, Any] | None = None) -> Snapshot:
-    """Copies states into a snapshot.
-
-    Args:
-        states: Live state by object name, see :func:`state_of`.
-        step: Updates done.
-        position: See :class:`Snapshot`.
-
-    Raises:
-        SaveFailedError: Something in a state cannot be saved; the message names its path.
-    """
-    encoded = encode(states)
-    for leaf in encoded.leaves.values():
-        if leaf.whole is not None:
-            raise SaveFailedError(
-                f"{leaf.key} is a DTensor; sharded state cannot be copied into a snapshot",
-                hint="Track replicated modules (DistributedDataParallel), or gather the state into a plain dict.",
-            )
-    tensors = {
-        key: leaf.tensor.to("cpu", copy=True).contiguous().resolve_conj().resolve_neg()
-        for key, leaf in encoded.leaves.items()
-    }
-    return Snapshot(step, encoded.objects, tensors, position or {})
 
 
 def _same(leaf: Leaf, other: Leaf) -> bool:

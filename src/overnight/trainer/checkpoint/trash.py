@@ -61,11 +61,3 @@ def _discard(place: Place, entry: str, needed: Callable[[], bool]) -> bool:
         return False
     place.remove(entry)
     return True
-
-
-def empty_trash(place: Place) -> list[str]:
-    """Finishes deletions that were interrupted; returns what was found."""
-    found = [entry for entry in place.entries() if entry.startswith(TRASH)]
-    for entry in found:
-        place.remove(entry)
-    return found
