@@ -212,7 +212,7 @@ async def test_the_planner_process_stays_warm_refuses_clearly_and_ends_with_its_
         await planner.propose(Request(bad, LOSS, [], 1, 0))
     assert await planner.propose(REQUEST) == first
     assert planner.pid == pid
-    process = planner._process
+    process = planner._child._process
     assert process is not None and process.stdin is not None
     process.stdin.close()
     assert await asyncio.wait_for(process.wait(), 5) == 0

@@ -5,13 +5,13 @@ so that it never outlives the server.
 """
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from overnight.core.errors import UnavailableError, from_dict
+from overnight.platform.child import Child
 
 COMMAND = (sys.executable, "-P", "-m", "overnight.trainer.checkpoint.sweeper")
 SILENCE_SECONDS = 900.0
@@ -36,15 +36,14 @@ class SweeperProcess:
     """
 
     def __init__(self, command: Sequence[str] = COMMAND, silence_seconds: float = SILENCE_SECONDS) -> None:
-        self._command = tuple(command)
+        self._child = Child(command, _LINE_BYTES)
         self._silence_seconds = silence_seconds
         self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
 
     @property
     def pid(self) -> int | None:
         """The process's id while it lives."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return self._child.pid
 
     async def ask(self, question: dict[str, Any], told: Told | None = None) -> dict[str, Any]:
         """Asks a question.
@@ -61,13 +60,13 @@ class SweeperProcess:
             try:
                 answer = await self._ask(question, told)
             except TimeoutError:
-                await self._kill()
+                await self._child.kill()
                 raise SweeperFailedError(f"nothing was heard for {self._silence_seconds:g} s") from None
             except (OSError, ValueError, KeyError, TypeError) as error:
-                await self._kill()
+                await self._child.kill()
                 raise SweeperFailedError(f"the sweeper failed: {error or type(error).__name__}") from error
             except asyncio.CancelledError:
-                await self._kill()
+                await self._child.kill()
                 raise
         if "error" in answer:
             raise from_dict(answer["error"])
@@ -76,39 +75,14 @@ class SweeperProcess:
 
     async def close(self) -> None:
         """Ends the process, whatever it is at."""
-        await self._kill()
+        await self._child.kill()
 
     async def _ask(self, question: dict[str, Any], told: Told | None) -> dict[str, Any]:
-        process = await self._alive()
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        process.stdin.write(json.dumps(question).encode() + b"\n")
-        await process.stdin.drain()
+        await self._child.write(json.dumps(question).encode())
         while True:
             async with asyncio.timeout(self._silence_seconds):
-                text = await process.stdout.readline()
-            if not text.endswith(b"\n"):
-                raise OSError(f"it ended with status {await process.wait()}")
-            answer: dict[str, Any] = json.loads(text)
+                answer: dict[str, Any] = json.loads(await self._child.read())
             if "deleted" not in answer:
                 return answer
             if told is not None:
                 await told(answer["deleted"])
-
-    async def _alive(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=_LINE_BYTES,
-                start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
-            )
-        return self._process
-
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

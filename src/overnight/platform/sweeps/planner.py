@@ -1,22 +1,20 @@
 """The warm planner process: a planner that crashes, hangs or prints nonsense costs one question, never the server."""
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from overnight.core.canonical import canonical
 from overnight.core.errors import OvernightError, UnavailableError, from_dict
 from overnight.planning.observations import Request, Suggestions
+from overnight.platform.child import Child
 
 COMMAND = (sys.executable, "-P", "-m", "overnight.planning")
 TIMEOUT_SECONDS = 120.0
 _ANSWER_BYTES = 256 * 1024 * 1024
-_COMPLAINT_LINES = 20
 
 
 class PlannerFailedError(UnavailableError):
@@ -36,18 +34,16 @@ class PlannerProcess:
     """
 
     def __init__(self, command: Sequence[str] = COMMAND, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        self._command = tuple(command)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._child = Child(command, _ANSWER_BYTES, env, listens=True)
         self._timeout_seconds = timeout_seconds
         self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._complaints: deque[str] = deque(maxlen=_COMPLAINT_LINES)
-        self._listener: asyncio.Task[None] | None = None
         self._asked = 0
 
     @property
     def pid(self) -> int | None:
         """The process's id while it lives."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return self._child.pid
 
     async def propose(self, request: Request) -> Suggestions:
         """The planner's answer.
@@ -62,17 +58,18 @@ class PlannerProcess:
                 async with asyncio.timeout(self._timeout_seconds):
                     answer = await self._ask(request)
             except TimeoutError:
-                await self._kill()
+                await self._child.kill()
                 raise PlannerFailedError(
                     f"the planner {request.config.planner} gave no answer in {self._timeout_seconds:g} s"
                 ) from None
             except (OSError, ValueError, KeyError, TypeError) as error:
-                await self._kill()
+                await self._child.kill()
                 raise PlannerFailedError(
-                    f"the planner process failed: {error or type(error).__name__}", hint="\n".join(self._complaints)
+                    f"the planner process failed: {error or type(error).__name__}",
+                    hint="\n".join(self._child.complaints),
                 ) from error
             except asyncio.CancelledError:
-                await self._kill()
+                await self._child.kill()
                 raise
         if "error" in answer:
             raise _refusal(answer["error"])
@@ -81,57 +78,18 @@ class PlannerProcess:
     async def close(self) -> None:
         """Ends the process."""
         async with self._turn:
-            await self._kill()
+            await self._child.kill()
 
     async def _ask(self, request: Request) -> dict[str, Any]:
-        process = await self._alive()
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
         self._asked += 1
-        line = json.dumps({"id": self._asked, **request.to_wire()}, allow_nan=False).encode()
-        with contextlib.suppress(ConnectionError):  # it has ended: what it said, and how, comes from reading
-            process.stdin.write(line + b"\n")
-            await process.stdin.drain()
-        text = await process.stdout.readline()
-        if not text.endswith(b"\n"):
-            raise OSError(f"it ended with status {await process.wait()}")
-        answer = json.loads(text)
+        await self._child.write(json.dumps({"id": self._asked, **request.to_wire()}, allow_nan=False).encode())
+        answer = json.loads(await self._child.read())
         if answer["id"] != self._asked:
             raise ValueError(f"it answered question {answer['id']!r} instead of {self._asked}")
         if "error" not in answer:
             answer["params"] = [_params(item) for item in answer["params"]]
             answer["exhausted"] = bool(answer["exhausted"])
         return dict(answer)
-
-    async def _alive(self) -> asyncio.subprocess.Process:
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        self._complaints.clear()
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_ANSWER_BYTES,
-            start_new_session=True,  # a Ctrl-C in the terminal is the server's to handle
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        assert self._process.stderr is not None, "it is a pipe"
-        self._listener = asyncio.create_task(self._listen(self._process.stderr))
-        return self._process
-
-    async def _listen(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(64 * 1024):
-            self._complaints.extend(chunk.decode(errors="replace").splitlines()[-_COMPLAINT_LINES:])
-
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        if self._listener is not None:
-            await self._listener
 
 
 def _params(item: Any) -> dict[str, Any]:
