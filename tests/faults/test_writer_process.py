@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from writing_lab import Memory, client_of, committed, finish, is_gone, name_of, order, state_of, strikes, until
+from waiting import wait_for
+from writing_lab import Memory, client_of, committed, finish, is_gone, name_of, order, state_of, strikes
 from writing_strike import ALWAYS
 
 from overnight.core.errors import FencedError, SaveFailedError
@@ -71,8 +72,8 @@ def test_killed_at_any_stage_it_is_redone(
         first = client.pid
         ticket = save(client, memory, 1)
         assert ticket.committed and ticket.manifest is not None, ticket.error
-        until(mark.exists, "the strike")
-        until(lambda: (client.poll(), client.pid != first)[1], "its end to be noticed")
+        wait_for(mark.exists, "the strike")
+        wait_for(lambda: (client.poll(), client.pid != first)[1], "its end to be noticed")
         assert first is not None and is_gone(first), "no zombie"
         assert_as_saved(place, 1, memory)
         memory.bytes[0] ^= 1
@@ -226,7 +227,7 @@ def test_a_zombie_that_wakes_up_late_publishes_nothing(
     with client_of(place, tmp_path, zombie_token, parent=name_of(1), arguments=arguments) as zombie:
         pid = zombie.pid or 0
         ticket = zombie.submit(order(1, 5, memory), memory)
-        until(lambda: state_of(pid) == "T", "the zombie to stop")
+        wait_for(lambda: state_of(pid) == "T", "the zombie to stop")
         with client_of(place, tmp_path, heir, parent=name_of(1)) as client:
             assert save(client, memory, 2).committed
             os.kill(pid, signal.SIGCONT)
@@ -272,7 +273,7 @@ def test_a_writer_killed_in_a_gang_is_redone(
             for r in range(2)
         ]
         tickets = [client.submit(order(1, 1, memory), memory) for client in clients]
-        until(lambda: [client.poll() for client in clients] and all(t.done for t in tickets), "both ranks")
+        wait_for(lambda: [client.poll() for client in clients] and all(t.done for t in tickets), "both ranks")
         assert [ticket.error for ticket in tickets] == [None, None] and tickets[rank].num_tries == 2
     verify(place.path(name_of(1)))
 

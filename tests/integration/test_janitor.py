@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 from place_lab import begin, lay, steps
+from waiting import wait_for
 
 from overnight.testing.server import RunningServer, ScriptedNode
 from overnight.trainer.checkpoint.pins import pin
@@ -19,14 +19,6 @@ from overnight.trainer.checkpoint.retention import Retention
 
 T = TypeVar("T")
 KEEP_ONE = Retention(keep=1).to_json()
-
-
-def wait_for(look: Callable[[], T | None], what: str, seconds: float = 30.0) -> T:
-    deadline = time.monotonic() + seconds
-    while not (value := look()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture

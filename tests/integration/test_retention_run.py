@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from place_lab import begin, lay, steps
-from writing_lab import Memory, client_of, finish, order, until
+from waiting import wait_for
+from writing_lab import Memory, client_of, finish, order
 
 from overnight.trainer.checkpoint.pins import pin
 from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, LocalPlace, Token
@@ -118,7 +119,7 @@ def go_on(place: LocalPlace, tmp_path: Path, *, tidies: bool) -> list[tuple[int,
     ) as client:
         finish(client, client.submit(order(1, 25, memory, facts=facts), memory))
         if tidies:
-            until(lambda: not unfinished(place) and (1, 30) not in steps(place), "the tidying")
+            wait_for(lambda: not unfinished(place) and (1, 30) not in steps(place), "the tidying")
         else:
             finish(client, client.submit(order(2, 26, memory, facts=facts), memory))  # after the first one's tidying
         return list(steps(place))
@@ -146,7 +147,7 @@ def test_a_run_that_has_been_overtaken_deletes_nothing_of_others(left: LocalPlac
     memory = Memory({"w": torch.ones(3)})
     with client_of(left, tmp_path, Token(2), parent=CheckpointName(20, Token(1)), tidies=True) as client:
         finish(client, client.submit(order(1, 25, memory), memory))
-        until(lambda: not unfinished(left), "the tidying")
+        wait_for(lambda: not unfinished(left), "the tidying")
         begin(left, Token(3), CheckpointName(25, Token(2)))
         left.partial(CheckpointName(30, Token(3))).mkdir()
         before = steps(left)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from waiting import wait_for
 
 from overnight import trainer
 from overnight.core.errors import BadInputError, CheckpointError, SaveFailedError
@@ -75,13 +75,6 @@ def newest(run: Run) -> dict[str, Any]:
     assert restored is not None
     state: dict[str, Any] = restored.state("model")
     return state
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def is_idle(run: Run) -> bool:

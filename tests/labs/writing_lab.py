@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import LIMIT_SECONDS
 
 from overnight.trainer.checkpoint.fence import claim
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place, Token
@@ -20,9 +21,6 @@ from overnight.trainer.checkpoint.writing.client import Ticket, WriterClient
 from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
 
 STRIKER = Path(__file__).with_name("writing_strike.py")
-
-LIMIT_SECONDS = 60.0
-"""A busy machine may take that long for anything."""
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -86,14 +84,6 @@ def finish(client: WriterClient, ticket: Ticket) -> Ticket:
     """Waits for a ticket."""
     assert client.wait(ticket, LIMIT_SECONDS), f"still {ticket.stage} after {LIMIT_SECONDS} s"
     return ticket
-
-
-def until(condition: Callable[[], Any], what: str = "it") -> None:
-    """Waits for a condition, with a deadline."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s for {what}"
-        time.sleep(0.005)
 
 
 def descriptors(pid: int | str = "self") -> set[str]:

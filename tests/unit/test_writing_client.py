@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from waiting import wait_for
 from writing_lab import (
     Memory,
     client_of,
@@ -26,7 +27,6 @@ from writing_lab import (
     raw,
     run_rank,
     state_of,
-    until,
 )
 
 from overnight.core.errors import BadInputError, FencedError, SaveFailedError, SetupError
@@ -203,7 +203,7 @@ def test_it_starts_without_overnight_on_the_path(place: LocalPlace, memory: Memo
 def test_submitting_and_polling_do_not_wait(place: LocalPlace, tmp_path: Path) -> None:
     memory = Memory({f"layer.{n}": torch.ones(2) for n in range(2000)})
     with client_of(place, tmp_path) as client:
-        until(lambda: client.pid is not None and state_of(client.pid) == "S")
+        wait_for(lambda: client.pid is not None and state_of(client.pid) == "S")
         os.kill(client.pid or 0, signal.SIGSTOP)
         timer = threading.Timer(20, os.kill, (client.pid, signal.SIGCONT))
         timer.start()
@@ -223,7 +223,7 @@ def test_orders_from_another_thread_survive_it_and_the_process(
         tickets: list[Any] = []
 
         def submit() -> None:
-            until(lambda: (client.poll(), client.pid is None)[1], "the death to be noticed")
+            wait_for(lambda: (client.poll(), client.pid is None)[1], "the death to be noticed")
             tickets.append(client.submit(order(1, 1, memory), memory))
 
         thread = threading.Thread(target=submit)
@@ -243,7 +243,7 @@ def test_closing_leaves_nothing_behind(place: LocalPlace, memory: Memory, tmp_pa
     assert descriptors() == before
     with client_of(LocalPlace(tmp_path / "other"), tmp_path) as client:
         pid = client.pid or 0
-        until(lambda: state_of(pid) == "S")
+        wait_for(lambda: state_of(pid) == "S")
         os.kill(pid, signal.SIGSTOP)
         ticket = client.submit(order(1, 1, memory), memory)
     assert is_gone(pid) and ticket.error is not None and "given up" in ticket.error.message
@@ -271,7 +271,7 @@ def test_it_dies_with_its_rank(tmp_path: Path, stopped: bool) -> None:
     rank.kill()
     rank.wait()
     rank.stdout.close()
-    until(lambda: state_of(int(pid)) in ("", "Z", "X"), "the writer process to die")
+    wait_for(lambda: state_of(int(pid)) in ("", "Z", "X"), "the writer process to die")
 
 
 def test_a_process_whose_rank_is_dead_already_leaves(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_no_growth_over_many_saves(place: LocalPlace, memory: Memory, tmp_path: 
             if number in (20, 120):
                 pid = client.pid or 0
                 if seen:  # what a save leaves to tidy, it tidies after its answer
-                    until(lambda pid=pid: len(descriptors(pid)) <= seen[0][1], "its descriptors")  # type: ignore[misc]
+                    wait_for(lambda pid=pid: len(descriptors(pid)) <= seen[0][1], "its descriptors")  # type: ignore[misc]
                 seen.append(sizes(pid))
                 seen.append(len(descriptors()))
     (pages_before, fds_before), own_before, (pages_after, fds_after), own_after = seen
