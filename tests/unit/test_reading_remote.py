@@ -116,7 +116,7 @@ def test_a_bad_moment_is_waited_for(place: RemotePlace, of: str) -> None:
     assert place.files.left == 0
 
 
-@pytest.mark.parametrize("of", ["manifest", "distcp", "checkpoints"])
+@pytest.mark.parametrize("of", ["fence", "manifest", "distcp", "checkpoints"])
 def test_a_store_that_does_not_answer_is_no_reason_to_go_back(place: RemotePlace, of: str) -> None:
     place.files = Cable(place.files, 1_000_000, of)
     with pytest.raises(UnavailableError, match="the cable is cut"):

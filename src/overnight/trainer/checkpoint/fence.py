@@ -138,5 +138,7 @@ def _read(place: Place, token: Token) -> Fence:
         if body["parent"] is not None and parent is None:
             return Fence(token, readable=False)
         return Fence(token, parent, bool(body.get("fresh", False)), str(body.get("place", "")))
+    except (ConnectionError, TimeoutError):  # a store that is away: nothing is known of the fence, not even damage
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return Fence(token, readable=False)
