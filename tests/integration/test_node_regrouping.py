@@ -88,3 +88,29 @@ async def test_what_the_dead_had_sent_is_answered_and_nothing_of_theirs_comes_la
     assert await client.request("POST", "/v1/push", {"step": 99}) == (200, {}), "who comes later is served"
     client.close()
     await server.close()
+
+
+async def test_whoever_has_been_accepted_is_heard_however_early_it_is(tmp_path: Path) -> None:
+    """Between its acceptance and its first task a connection of an asyncio server is nobody's."""
+    heard: list[int] = []
+
+    async def answer(got: Request) -> tuple[int, Any]:
+        heard.append(got.json()["step"])
+        return 200, {}
+
+    for turns in range(8):
+        heard.clear()
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(tmp_path / f"s{turns}"))
+        listening.listen(16)
+        server = Server(answer)
+        await server.listen(listening)
+        dead = socket.socket(socket.AF_UNIX)
+        dead.connect(str(tmp_path / f"s{turns}"))
+        dead.sendall(request(turns))
+        dead.close()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.hear_out(5)
+        assert heard == [turns]
+        await server.close()

@@ -16,7 +16,7 @@ from overnight.trainer.checkpoint.pins import pin
 from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, LocalPlace, Token
 from overnight.trainer.checkpoint.retention import Retention, prune
 from overnight.trainer.checkpoint.summary import summarize
-from overnight.trainer.checkpoint.trash import discard, empty_trash
+from overnight.trainer.checkpoint.trash import discard
 
 ME, OTHER = Token(2), Token(1)
 BASE = "base-" + "0f" * 16
@@ -170,10 +170,3 @@ def test_what_is_needed_after_all_gets_its_name_back(place: LocalPlace) -> None:
     assert seen == [False]
     assert summarize(place, name).readable
     assert discard(place, str(name)) and not discard(place, str(name))
-
-
-def test_an_interrupted_deletion_is_finished(place: LocalPlace) -> None:
-    name = lay(place, 20, ME)
-    place.path(name).rename(place.root / f".trash-{name}-0f")
-    assert empty_trash(place) == [f".trash-{name}-0f"]
-    assert not [entry for entry in place.entries() if entry.startswith(".trash")]

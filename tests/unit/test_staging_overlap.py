@@ -360,16 +360,13 @@ def test_memory_that_is_replaced_is_still_that_of_the_boundary(stager: Stager) -
 def test_memory_that_is_freed_fails_the_save_and_not_the_process(stager: Stager) -> None:
     model = nn.Linear(2000, 2000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = values({"model": model, "optimizer": optimizer})
     with held(stager) as release:
         waiting = begin(stager, {"model": model, "optimizer": optimizer})
-        model.weight.untyped_storage().resize_(0)
+        model.weight.untyped_storage().resize_(0)  # the allocator may keep the memory, and what was in most of it
         release()
         staged = waiting.get()
-    if staged.good:  # the allocator kept the memory, with what was in it
-        require_equal(read(staged), before)
-    else:
-        assert isinstance(staged.error, OSError) or staged.changed == ["model"]
+    assert not staged.good
+    assert isinstance(staged.error, OSError) or staged.changed == ["model"]
 
 
 def test_tensors_of_every_kind(stager: Stager) -> None:

@@ -7,7 +7,6 @@ threaded; a supervisor forks, so it must do neither. JSON bodies, Content-Length
 import asyncio
 import contextlib
 import json
-import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_HEADERS = 100
+ACCEPT_PAUSE_SECONDS = 1.0
+"""How long nobody is accepted once there are no descriptors left."""
+
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large"}
 
 
@@ -119,21 +121,23 @@ class Server:
     """
 
     handler: Handler
-    _servers: list[asyncio.Server] = field(default_factory=list)
     _listening: list[socket.socket] = field(default_factory=list)
     _connections: set[asyncio.Task[None]] = field(default_factory=set)
     _answering: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def listen(self, listening: socket.socket) -> None:
         """Accepts on a bound and listening socket, Unix or TCP."""
-        start = asyncio.start_unix_server if listening.family == socket.AF_UNIX else asyncio.start_server
-        self._servers.append(await start(self._serve, sock=listening))
+        listening.setblocking(False)
         self._listening.append(listening)
+        self._watch(listening)
 
     async def close(self) -> None:
         """Stops accepting and drops every connection."""
-        for server in self._servers:
-            server.close()
+        loop = asyncio.get_running_loop()
+        listening, self._listening = self._listening, []
+        for one in listening:
+            loop.remove_reader(one)
+            one.close()
         await self._drop()
 
     async def hear_out(self, seconds: float) -> None:
@@ -143,35 +147,56 @@ class Server:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._connections > self._answering or self._is_asked():  # noqa: ASYNC110
+                while self._accept_waiting() or self._connections > self._answering:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
+        self._accept_waiting()
         await self._drop()
 
-    def _is_asked(self) -> bool:
-        """Whether a connection waits to be accepted."""
-        poll = select.poll()
+    def _watch(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            asyncio.get_running_loop().add_reader(listening, self._accept_waiting)
+
+    def _accept_waiting(self) -> bool:
+        """Takes in everybody who waits; each is known from this moment on, which an asyncio server cannot say."""
+        accepted = False
         for listening in self._listening:
-            poll.register(listening, select.POLLIN)
-        return bool(poll.poll(0))
+            try:
+                while True:
+                    self._begin(listening.accept()[0])
+                    accepted = True
+            except (BlockingIOError, ConnectionAbortedError):
+                pass
+            except OSError:  # no descriptors left: to be told at once again would take the whole processor
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listening)
+                loop.call_later(ACCEPT_PAUSE_SECONDS, self._watch, listening)
+        return accepted
+
+    def _begin(self, connected: socket.socket) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            self._connections.discard(task)
+            if task.cancelled():  # before it began
+                connected.close()
+
+        task = asyncio.create_task(self._serve(connected))
+        self._connections.add(task)
+        task.add_done_callback(end)
 
     async def _drop(self) -> None:
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._connections.add(task)
+    async def _serve(self, connected: socket.socket) -> None:
+        writer: asyncio.StreamWriter | None = None
         try:
+            reader, writer = await asyncio.open_connection(sock=connected)
             while await self._serve_one(reader, writer):
                 pass
         except (OSError, asyncio.IncompleteReadError, ValueError, asyncio.CancelledError):
             pass  # the peer left, or we are closing: nobody is there to be told
         finally:
-            if task is not None:
-                self._connections.discard(task)
-            writer.close()
+            (connected if writer is None else writer).close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         line = await reader.readline()

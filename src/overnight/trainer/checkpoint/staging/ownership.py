@@ -1,6 +1,6 @@
 """Which tensors only an optimizer changes, and only in its step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +44,19 @@ def frozen_memory(objects: Iterable[Any]) -> set[int]:
     """Addresses of the parameters of modules that ask for no gradient."""
     modules = (obj for obj in objects if isinstance(obj, torch.nn.Module))
     return {local_part(one).data_ptr() for module in modules for one in module.parameters() if not one.requires_grad}
+
+
+def freed(storages: Sequence[torch.UntypedStorage], addresses: Sequence[int], lengths: Iterable[int]) -> list[int]:
+    """Which pieces do not lie in their storage any more: ``resize_`` gives memory away whoever still refers to it.
+
+    Args:
+        storages: Of each piece, held since it was there.
+        addresses: Where each was.
+        lengths: Bytes of each.
+    """
+    gone = []
+    for index, (storage, address, length) in enumerate(zip(storages, addresses, lengths, strict=True)):
+        start = storage.data_ptr()
+        if not start <= address <= address + length <= start + storage.nbytes():
+            gone.append(index)
+    return gone

@@ -21,7 +21,7 @@ from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.staging.arena import Arena, no_memory
 from overnight.trainer.checkpoint.staging.device import DeviceCopies, DeviceCopy
 from overnight.trainer.checkpoint.staging.layout import Layout, Way, choose_ways, lay_out, signature_of
-from overnight.trainer.checkpoint.staging.ownership import Memory, frozen_memory, owned_memory
+from overnight.trainer.checkpoint.staging.ownership import Memory, freed, frozen_memory, owned_memory
 from overnight.trainer.checkpoint.staging.probe import Probe, scratch_bytes
 from overnight.trainer.checkpoint.staging.worker import Worker
 from overnight.trainer.checkpoint.state import Encoded, Leaf
@@ -147,7 +147,10 @@ class Stager:
         def copy() -> None:
             try:
                 layout.groups[Way.LATER].write(arena.fileno(), addresses)
-                self._judge(staged, probe, watched)
+                wrong = set(freed(memory, addresses, layout.groups[Way.LATER].lengths))
+                if probe is not None:
+                    wrong.update(probe.wrong_copies(arena), probe.changed_source())
+                self._blame(staged, {watched[index] for index in wrong})
             except Exception as error:  # whatever it is, the loop must hear of it, and must not wait for ever
                 staged.error = error
             finally:
@@ -229,11 +232,6 @@ class Stager:
         if self._scratch is None or self._scratch.size < needed:
             self._scratch = Arena(needed, 0)
         return Probe(self._random, self._scratch, group, addresses)
-
-    def _judge(self, staged: Staged, probe: Probe | None, names: list[str]) -> None:
-        if probe is not None:
-            wrong = {*probe.wrong_copies(staged.arena), *probe.changed_source()}
-            self._blame(staged, {names[index] for index in wrong})
 
     def _finish_devices(self, staged: Staged, layout: Layout) -> None:
         try:
