@@ -219,14 +219,18 @@ def sweep(
 ) -> list[int]:
     """Kills :func:`survivors` until two looks in a row find none.
 
+    Whoever was seen once belongs until it has ended: a process that exits has no environment any more, and its files,
+    those of a device among them, are closed after that.
+
     Returns:
         Pids that are still there at the deadline.
     """
-    known = list(known)
+    known = set(known)
     ends_at = time.monotonic() + deadline_seconds
     clean_looks = 0
     while clean_looks < 2:
         left = survivors(attempt_id, known, orphans())
+        known.update(one for pid in left if (one := Identity.of(pid)) is not None)
         if not left:
             clean_looks += 1
             continue

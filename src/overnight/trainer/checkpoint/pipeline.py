@@ -10,7 +10,6 @@ import gc
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +82,7 @@ class Pipeline:
         self._writer = writer
         self._before_submit = before_submit
         self._lock = threading.RLock()  # the writer's client is for one thread at a time
-        self._numbers: Counter[int] = Counter()
+        self._newest = (0, 0)  # step, and how many saves of it there were
         self._num_orders = 0
         self._under_way: list[Saving] = []
         self._committed: list[Saving] = []
@@ -133,8 +132,9 @@ class Pipeline:
         Raises:
             SaveFailedError: Something cannot be saved, or there is no memory for it. Nothing was written.
         """
-        self._numbers[moment.step] += 1
-        name = CheckpointName(moment.step, self._author.token, self._numbers[moment.step])
+        step, num_saves = self._newest
+        self._newest = (moment.step, num_saves + 1 if step == moment.step else 1)
+        name = CheckpointName(moment.step, self._author.token, self._newest[1])
         saving = Saving(name, moment.kind)
         self.wants_again = False
         handles, self._waiting = self._waiting, []

@@ -9,13 +9,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from overnight.trainer.checkpoint.manifest import MANIFEST
 from overnight.trainer.checkpoint.place import CheckpointName, Place
 
 _BASE = re.compile(rb"base-[0-9a-f]{32}")
+_known: WeakKeyDictionary[Place, dict[CheckpointName, "Summary"]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,20 @@ class Summary:
 
 def summarize(place: Place, name: CheckpointName) -> Summary:
     """The summary of a published checkpoint, whatever its condition. Read once: manifests never change."""
-    try:
-        return _read(place, name)
-    except OSError:
-        return Summary(name)
+    known = _known.setdefault(place, {})
+    if name not in known:
+        try:
+            known[name] = _read(place, name)
+        except OSError:
+            return Summary(name)
+    return known[name]
 
 
-@lru_cache(maxsize=4096)
+def forget(place: Place, name: CheckpointName) -> None:
+    """Gives back what is known of a checkpoint that has been deleted."""
+    _known.get(place, {}).pop(name, None)
+
+
 def _read(place: Place, name: CheckpointName) -> Summary:
     data = place.read(f"{name}/{MANIFEST}")
     bases = frozenset(found.decode() for found in _BASE.findall(data))

@@ -9,7 +9,8 @@ import secrets
 from collections.abc import Callable
 
 from overnight.trainer.checkpoint.manifest import MANIFEST
-from overnight.trainer.checkpoint.place import LocalPlace, Place
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place
+from overnight.trainer.checkpoint.summary import forget
 
 TRASH = ".trash-"
 """Begins the names of local folders that are being removed."""
@@ -29,7 +30,10 @@ def discard(place: Place, entry: str, needed: Callable[[], bool] = lambda: False
     Raises:
         OSError: The place refuses.
     """
-    return _discard_local(place, entry, needed) if isinstance(place, LocalPlace) else _discard(place, entry, needed)
+    deleted = _discard_local(place, entry, needed) if isinstance(place, LocalPlace) else _discard(place, entry, needed)
+    if deleted and (name := CheckpointName.parse(entry)) is not None:
+        forget(place, name)
+    return deleted
 
 
 def _discard_local(place: LocalPlace, entry: str, needed: Callable[[], bool]) -> bool:
