@@ -53,7 +53,7 @@ def blocks_row(size: str, found: dict[str, Any]) -> Row:
     ours = [block["ours blocked"] - block["none blocked"] for block in found["blocks"]]
     peer = [block["torch_save blocked"] for block in found["blocks"] if "torch_save blocked" in block]
     value = round(1000 * max(0.0, statistics.median(ours)), 3)
-    unit = f"ms, {size} in {6 * SIZES[size].layers} tensors"
+    unit = f"ms, {size} in {8 * SIZES[size].layers} tensors"
     return Row(
         "save_blocks_ms", unit, value, round(1000 * statistics.median(peer), 3) if peer else None, TORCH_SAVE, "<= 5"
     )
