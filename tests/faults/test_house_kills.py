@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from house_lab import PRINTED, House, running_house, wait_for
 from overnight.core.enums import TrialState
 from overnight.core.states import END_STATES
 from overnight.platform.node.held import signal_process
+from overnight.platform.up import HEALTHY_SECONDS
 
 WORKERS, PLATFORM = ("rank", "supervisor"), ("node", "zygote", "server")
 NUM_CONFIGS = 4
@@ -20,14 +22,31 @@ PLAIN_HITS = 2
 """A script that saves nothing makes no progress that counts, and its backoff grows fast: it is hit no more often."""
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How often what is killed.
+
+    Attributes:
+        workers: Times for ranks and for supervisors.
+        platform: Times for each other kind.
+        rest_seconds: How long one of those lives at least, since `up` waits longer and longer for what dies young.
+    """
+
+    workers: int
+    platform: int
+    rest_seconds: float = 0.0
+
+
 class Killer:
     """Kills by a seeded schedule until each kind has had its share, or no trial is left to be disturbed."""
 
-    def __init__(self, house: House, seed: int, each: int, spared: str) -> None:
+    def __init__(self, house: House, seed: int, shares: Shares, spared: str) -> None:
         self.house = house
         self.dice = random.Random(seed)
-        self.pending = [*WORKERS * (each + 1), *PLATFORM * each]
+        self.pending = [*WORKERS * (shares.workers + 1), *PLATFORM * shares.platform]
         self.dice.shuffle(self.pending)
+        self._rest_seconds = shares.rest_seconds
+        self._rests_until: dict[str, float] = {}
         self.done: Counter[str] = Counter()
         self._spared = spared
         self._plain_hits = 0
@@ -44,7 +63,10 @@ class Killer:
     def _kill(self, victim: str) -> bool:
         if victim in WORKERS:
             return self._kill_worker(victim)
+        if time.monotonic() < self._rests_until.get(victim, 0.0):
+            return False
         pids = self.house.zygotes() if victim == "zygote" else [self.house.pid(victim)]
+        self._rests_until[victim] = time.monotonic() + self._rest_seconds
         for pid in pids:
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
@@ -63,18 +85,20 @@ class Killer:
         return True
 
 
-def play(root: Path, *, seed: int, num_trials: int, each: int) -> None:
+def play(root: Path, *, seed: int, num_trials: int, shares: Shares) -> None:
     """The whole scene: trials, kills, and then all that must be true."""
     with running_house(root, "fake:4") as house:
         plain = house.submit("plain.py", {"start": 0.37}, objective=PRINTED)
         trained = [house.submit(params=params_of(n), seed=n % NUM_CONFIGS) for n in range(1, num_trials)]
-        killer = Killer(house, seed, each, plain)
+        killer = Killer(house, seed, shares, plain)
         wait_for(lambda: any(t.state is TrialState.RUNNING for t in house.client.trials(limit=500).items), "it runs")
         while killer.pending and not all(t.state in END_STATES for t in house.client.trials(limit=500).items):
             killer.strike()
         trials = house.completed([plain, *trained])
         assert not killer.pending, f"the trials ended too soon: {killer.pending} not killed"
-        assert sum(trial.attempts_made - 1 for trial in trials) >= each, f"too little interrupted by {killer.done}"
+        assert sum(trial.attempts_made - 1 for trial in trials) >= shares.workers, (
+            f"too little interrupted by {killer.done}"
+        )
         restarts = sum(attempt.generation - 1 for trial in trials for attempt in trial.attempts)
         assert restarts > 0, f"no ranks started again inside their attempt after {killer.done}"
         house.check_as_undisturbed(trained)
@@ -107,11 +131,11 @@ def expected_print(value: float, steps: int) -> float:
 
 @pytest.mark.timeout(400)  # deadlines are inside; a busy machine must not matter
 def test_every_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    play(tmp_path, seed=1, num_trials=14, each=2)
+    play(tmp_path, seed=1, num_trials=14, shares=Shares(workers=2, platform=2))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_every_process_may_be_killed_for_long(tmp_path: Path, seed: int) -> None:
-    play(tmp_path, seed=seed, num_trials=120, each=30)
+    play(tmp_path, seed=seed, num_trials=120, shares=Shares(workers=30, platform=12, rest_seconds=HEALTHY_SECONDS + 2))
