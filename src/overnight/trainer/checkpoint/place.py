@@ -11,7 +11,7 @@ import re
 import shutil
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import total_ordering
 from pathlib import Path
@@ -98,6 +98,14 @@ class Place(ABC):
     def checkpoints(self) -> list[CheckpointName]:
         """Published checkpoints, whatever their condition, oldest token first."""
 
+    def exists(self, folder: str) -> bool:
+        """Whether anything is stored of a folder, visible or not."""
+        return bool(self.entries(folder))
+
+    def unfinished(self) -> dict[str, CheckpointName | None]:
+        """Folders of saves that were not published (yet), and whose; None where the name does not tell."""
+        return partials(self.entries())
+
     def tokens(self) -> list[Token]:
         """Tokens that have claimed the place, oldest first."""
         matches = (_FENCE.fullmatch(entry) for entry in self.entries())
@@ -105,11 +113,22 @@ class Place(ABC):
 
     def bases(self) -> list[str]:
         """Names of the published folders with frozen tensors."""
-        return [entry for entry in self.entries() if _BASE.fullmatch(entry)]
+        return [entry for entry in self.entries() if is_base(entry)]
 
     def foreign(self) -> list[str]:
         """Names that are neither fence, checkpoint, base, nor something being prepared."""
         return [entry for entry in self.entries() if not _is_ours(entry)]
+
+
+def is_base(entry: str) -> bool:
+    """Whether this is the name of a published folder with frozen tensors."""
+    return _BASE.fullmatch(entry) is not None
+
+
+def partials(entries: Iterable[str]) -> dict[str, CheckpointName | None]:
+    """Those of some names that are of folders in which something is prepared, and whose; None for that of a base."""
+    found = [entry for entry in entries if PARTIAL in entry and not entry.startswith(".")]
+    return {entry: CheckpointName.parse(entry.partition(PARTIAL)[0]) for entry in found}
 
 
 def _is_ours(entry: str) -> bool:

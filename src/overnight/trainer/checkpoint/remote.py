@@ -7,10 +7,12 @@ written: who sees another claim withdraws. Requests that fail for the moment are
 
 import contextlib
 import os
+from functools import partial
 from typing import Any, cast
 
 from overnight.core.errors import BadInputError, SetupError
-from overnight.trainer.checkpoint.place import CheckpointName, Place
+from overnight.trainer.checkpoint.multipart import Upload, abort, uploads_below
+from overnight.trainer.checkpoint.place import CheckpointName, Place, is_base, partials
 from overnight.trainer.checkpoint.retry import Patience
 
 MANIFEST_NAME = "manifest.json"
@@ -126,7 +128,8 @@ class RemotePlace(Place):
 
     def remove(self, path: str) -> None:
         """Deletes a file or folder if it exists; of a checkpoint its manifest first: nobody reads half of it."""
-        if CheckpointName.parse(path) is not None:  # without its manifest it is no checkpoint any more
+        is_checkpoint = CheckpointName.parse(path) is not None
+        if is_checkpoint:  # without its manifest it is none any more
             with contextlib.suppress(FileNotFoundError):
                 self.patience.call(lambda: self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}")))
 
@@ -136,6 +139,33 @@ class RemotePlace(Place):
 
         with contextlib.suppress(FileNotFoundError):
             self.patience.call(delete)
+        if is_checkpoint or is_base(path):  # there is nothing large elsewhere
+            self.abort_uploads(path)
+
+    def exists(self, folder: str) -> bool:
+        """Whether anything is stored of a folder; parts of an upload that broke off are in no listing."""
+        return bool(self.entries(folder) or self._uploads(folder))
+
+    def abort_uploads(self, folder: str) -> None:
+        """Frees what uploads into a folder that broke off have left; nobody may be uploading to it."""
+        for upload in self._uploads(folder):
+            with contextlib.suppress(FileNotFoundError):
+                self.patience.call(partial(abort, self.files, upload))
+
+    def _uploads(self, folder: str) -> list[Upload]:
+        try:
+            return self.patience.call(lambda: uploads_below(self.files, self.full(folder)))
+        except (FileNotFoundError, PermissionError, NotImplementedError):
+            return []  # it is a right of its own, and not all that speak S3 know such a list
+
+    def unfinished(self) -> dict[str, CheckpointName | None]:
+        """Folders without a manifest, those where their ranks met, and those of which only broken uploads are left."""
+        uploads = {upload.path.partition("/")[0] for upload in self._uploads("")}
+        entries = self.entries()
+        names = {entry: name for entry in {*entries, *uploads} if (name := CheckpointName.parse(entry))}
+        unpublished = {entry: name for entry, name in names.items() if MANIFEST_NAME not in self.sizes(entry)}
+        bases = [entry for entry in uploads.difference(entries) if is_base(entry)]
+        return partials(entries) | unpublished | dict.fromkeys(bases)
 
     def checkpoints(self) -> list[CheckpointName]:
         """Published checkpoints, oldest token first: those that have a manifest."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from overnight.core.errors import BadInputError
 from overnight.trainer.checkpoint.pins import PinWatch
-from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, Place
+from overnight.trainer.checkpoint.place import CheckpointName, Place
 from overnight.trainer.checkpoint.summary import Summary, summarize
 from overnight.trainer.checkpoint.trash import discard
 
@@ -141,9 +141,8 @@ def prune(
     staying = retention.reasons(summarize(place, name) for name in own).keys() | watch.living(place).keys()
     doomed = [name for name in own if name not in staying and name != newest]
     deleted = [name for name in doomed if discard(place, str(name), partial(_is_pinned, place, name, watch))]
-    for entry in place.entries():
-        unfinished = CheckpointName.parse(entry.removesuffix(PARTIAL)) if entry.endswith(PARTIAL) else None
-        if unfinished is not None and unfinished.token == newest.token and unfinished < newest:
+    for entry, name in place.unfinished().items():
+        if name is not None and name.token == newest.token and name < newest:
             discard(place, entry)
     return deleted
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from overnight.core.errors import ConflictError, NotFoundError
 from overnight.trainer.checkpoint.pins import PinWatch
-from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, Token
+from overnight.trainer.checkpoint.place import CheckpointName, Token
 from overnight.trainer.checkpoint.survey import Role, Survey
 from overnight.trainer.checkpoint.trash import TRASH, discard
 
@@ -78,10 +78,9 @@ def _unfinished(found: Survey, at_rest: bool) -> Iterator[Deletion]:
     for entry in found.place.entries():
         if entry.startswith(TRASH):
             yield _sized(found, entry, "a deletion that was interrupted")
-        elif PARTIAL in entry:
-            name = CheckpointName.parse(entry.partition(PARTIAL)[0])
-            if at_rest or (name is not None and name.token < newest):
-                yield _sized(found, entry, "a save that never ended")
+    for entry, name in found.place.unfinished().items():
+        if at_rest or (name is not None and name.token < newest):
+            yield _sized(found, entry, "a save that never ended")
 
 
 def _bases(found: Survey, doomed: set[str]) -> Iterator[Deletion]:

@@ -52,7 +52,7 @@ def _discard_local(place: LocalPlace, entry: str, needed: Callable[[], bool]) ->
 
 def _discard(place: Place, entry: str, needed: Callable[[], bool]) -> bool:
     path = f"{entry}/{MANIFEST}"
-    if not place.entries(entry):
+    if not place.exists(entry):
         return False
     try:
         manifest = place.read(path)

@@ -228,6 +228,8 @@ class RemoteDestination(Destination):
         from overnight.trainer.checkpoint.writing.upload import upload
 
         upload(self.place, folder, base, files, self._progress)
+        with contextlib.suppress(Exception):  # of a killed writer; a rank with the same base would send it again
+            self.place.abort_uploads(base)
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, name: CheckpointName, file: str, data: bytes) -> None:
@@ -258,9 +260,10 @@ class RemoteDestination(Destination):
         self.clean(manifest)
 
     def clean(self, manifest: Manifest) -> None:
-        """Removes the folder where the ranks met."""
+        """Removes the folder where the ranks met, and what killed writers had half uploaded."""
         with contextlib.suppress(Exception):  # whatever the driver raises, only rubbish stays
             self.place.remove(partial_name(manifest.name))
+            self.place.abort_uploads(str(manifest.name))
 
     def is_published(self, name: CheckpointName) -> bool:
         """Whether its manifest is there."""

@@ -57,7 +57,7 @@ class Tidying:
         Raises:
             Exception: Whatever the place raises.
         """
-        if not any(_is_earlier(entry, newest.token) for entry in place.entries()):
+        if not any(_is_earlier(entry, newest.token) for look in (place.entries, place.unfinished) for entry in look()):
             return []
         return self._sweep(place, newest, at_rest=False, reading=parent)
 
