@@ -243,6 +243,25 @@ def zygotes(lab: Lab) -> list[int]:
     return found
 
 
+STAGING = """
+import os, pathlib, signal
+staging = pathlib.Path(os.environ["OVERNIGHT_TRIAL_DIR"], "staging")
+for name in ("step-9.attempt-1.1.rank-0", "step-9.attempt-1.2.rank-0", "step-9.attempt-1.1.rank-7",
+             "step-9.attempt-2.1.rank-0"):
+    (staging / name).mkdir(parents=True)
+    (staging / name / "__0_0.distcp").write_bytes(b"x")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_attempt_was_sending_to_a_store_goes_and_nothing_else(shared: Lab) -> None:
+    attempt = shared.run(shared.script(STAGING, "staging.py"))
+    shared.server.wait_ended(attempt)
+    staging = shared.folder(attempt).parent.parent / "staging"
+    left = {"step-9.attempt-1.1.rank-7", "step-9.attempt-2.1.rank-0"}
+    assert {staged.name for staged in staging.iterdir()} == left, "of other nodes' ranks and of other attempts"
+
+
 @pytest.mark.parametrize("end", ["exit", "killed"])
 def test_stubborn_grandchildren_do_not_survive(shared: Lab, end: str) -> None:
     more = "sys.exit(3)" if end == "exit" else "while True: time.sleep(0.01)"

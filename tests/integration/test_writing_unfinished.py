@@ -16,10 +16,11 @@ from writing_lab import Memory, client_of, committed, finish, name_of, order
 from overnight.trainer.checkpoint import multipart
 from overnight.trainer.checkpoint.fence import claim
 from overnight.trainer.checkpoint.pins import PinWatch
-from overnight.trainer.checkpoint.place import Token
+from overnight.trainer.checkpoint.place import Token, open_place
 from overnight.trainer.checkpoint.remote import RemotePlace
 from overnight.trainer.checkpoint.survey import survey
 from overnight.trainer.checkpoint.sweep import mark, sweep
+from overnight.trainer.checkpoint.writing.destination import make_destination
 
 BASE = "base-" + "0f" * 16
 NUMBERS = itertools.count()
@@ -132,6 +133,18 @@ def test_an_attempt_removes_its_own_unfinished_saves_and_nobody_elses(
     assert uploads(place) == [] and place.entries("step-1.attempt-1.1") == ["__0_0.distcp"]
 
 
+def test_what_earlier_starts_have_staged_goes_and_what_others_send_now_stays(tmp_path: Path) -> None:
+    destination = make_destination(open_place("memory://trial/checkpoints"), 1, tmp_path / "staging", lambda _: None)
+    destination.tidy(Token(2, 3))  # there is no such folder yet
+    gone = ["step-9.attempt-1.7.rank-0", "step-9.attempt-2.2.again-2.rank-3", "step-1.attempt-2.3.rank-1"]
+    staying = ["step-1.attempt-2.3.rank-0", "step-1.attempt-2.4.rank-1", "step-1.attempt-10.1.rank-1", "notes"]
+    for name in (*gone, *staying):
+        (tmp_path / "staging" / name).mkdir(parents=True)
+        (tmp_path / "staging" / name / "__0_0.distcp").write_bytes(b"x")
+    destination.tidy(Token(2, 3))
+    assert sorted(staged.name for staged in (tmp_path / "staging").iterdir()) == sorted(staying)
+
+
 @pytest.mark.parametrize("how", ["uploading", "publishing"])
 def test_the_next_start_removes_what_a_killed_one_had_uploaded(
     store: Store, place: RemotePlace, memory: Memory, tmp_path: Path, how: str
@@ -152,10 +165,12 @@ def test_the_next_start_removes_what_a_killed_one_had_uploaded(
         os.kill(client.pid, signal.SIGKILL)
     store.failing = lambda method, path: False
     assert committed(place) == [] and "step-1.attempt-1.1" in place.unfinished()
+    staging = tmp_path / "staging"
+    assert [staged.name for staged in staging.iterdir()] == ["step-1.attempt-1.1.rank-0"]
     with client_of(place, tmp_path, Token(2), tidies=True) as client:
         assert finish(client, client.submit(order(1, 1, memory), memory)).committed
         wait_for(lambda: not place.unfinished(), "the next start has tidied up")
-    assert committed(place) == ["step-1.attempt-2.1"]
+    assert committed(place) == ["step-1.attempt-2.1"] and list(staging.iterdir()) == []
 
 
 def test_a_store_that_tells_no_uploads_is_tidied_without(store: Store, place: RemotePlace) -> None:

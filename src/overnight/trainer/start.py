@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from overnight.core.canonical import digest
 from overnight.core.errors import OvernightError, SetupError, from_dict
+from overnight.core.staging import STAGING
 from overnight.trainer.checkpoint.fence import claim, next_attempt
 from overnight.trainer.checkpoint.handover import Handover
 from overnight.trainer.checkpoint.manifest import Manifest
@@ -220,7 +221,7 @@ def make_saver(
     claimed: dict[str, Any] = {"token": origin.token, "parent": origin.parent, "place": origin.identity}
     author = Author(**claimed, rank=rank, world_size=world_size, seed=seed)
     stager = Stager(np.random.default_rng())
-    staging = origin.attempt_dir / "staging"
+    staging = origin.trial_dir / STAGING
     writer = WriterClient(str(place), author, retention, staging, tidies=environment.alone)
     handover = None
     if origin.restored is not None:

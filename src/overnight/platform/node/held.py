@@ -14,6 +14,7 @@ from typing import Any
 
 from overnight.core.models.node import Ended
 from overnight.core.paths import Home
+from overnight.core.staging import STAGING, clear_staging
 from overnight.platform.node import launch_lock, reaper
 from overnight.platform.node.delivery import Delivery, StaleError
 from overnight.platform.node.files import read_json, write_json
@@ -169,6 +170,7 @@ class Undertaker:
             _log.error("attempt %s: processes %s cannot be killed; its devices stay leased", held.attempt_id, left)
             await asyncio.sleep(1.0)
         held.dirty = False
+        await asyncio.to_thread(_clear_staging, held.folder)
         on_clean()
         report = read_json(held.folder / "exit.json")
         if held.folder.is_dir():
@@ -202,6 +204,13 @@ class Undertaker:
         finally:
             link.close()
             spool.close()
+
+
+def _clear_staging(folder: Path) -> None:
+    """Removes the checkpoints that the attempt was sending to a store when it ended."""
+    if (order := read_json(folder / "order.json")) is not None:
+        number, ranks = order["number"], order["ranks"]
+        clear_staging(Path(order["trial_dir"], STAGING), lambda attempt, _, rank: attempt == number and rank in ranks)
 
 
 def _known(pids: dict[str, Any]) -> list[Identity]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from overnight.core.errors import SaveFailedError
+from overnight.core.staging import clear_staging, staged_name
 from overnight.trainer.checkpoint.fence import refuse_stale, require_own
 from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from overnight.trainer.checkpoint.place import (
@@ -86,8 +87,8 @@ class Destination(ABC):
         """Whether it is visible."""
 
     @abstractmethod
-    def tidy(self) -> None:
-        """Removes what earlier processes have left on this machine; called before the first save."""
+    def tidy(self, token: Token) -> None:
+        """Removes what earlier processes have left on this machine; called before the first save of ``token``."""
 
     @abstractmethod
     def forget(self, name: CheckpointName, *, failed: bool) -> None:
@@ -180,7 +181,7 @@ class LocalDestination(Destination):
         """Whether the folder has its final name."""
         return self.place.path(name).exists()
 
-    def tidy(self) -> None:
+    def tidy(self, token: Token) -> None:
         """Nothing to do: retention knows whose unfinished checkpoints there are."""
 
     def forget(self, name: CheckpointName, *, failed: bool) -> None:
@@ -203,14 +204,18 @@ class RemoteDestination(Destination):
         self._staging = staging
         self._progress = progress
 
-    def tidy(self) -> None:
-        """Removes this rank's staged files of earlier processes."""
-        for leftover in self._staging.glob(f"*.rank-{self.rank}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    def tidy(self, token: Token) -> None:
+        """Removes what starts before this one have staged, which can never be published, and this rank's own."""
+
+        def is_over(attempt: int, generation: int, rank: int) -> bool:
+            staged = Token(attempt, generation)
+            return staged < token or (staged == token and rank == self.rank)
+
+        clear_staging(self._staging, is_over)
 
     def folder(self, name: CheckpointName) -> Path:
         """This rank's folder for the checkpoint on this machine; it is made."""
-        folder = self._staging / f"{name}.rank-{self.rank}"
+        folder = self._staging / staged_name(str(name), self.rank)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -271,4 +276,4 @@ class RemoteDestination(Destination):
 
     def forget(self, name: CheckpointName, *, failed: bool) -> None:
         """Deletes this rank's folder on this machine, whether the save is good or not."""
-        shutil.rmtree(self._staging / f"{name}.rank-{self.rank}", ignore_errors=True)
+        shutil.rmtree(self._staging / staged_name(str(name), self.rank), ignore_errors=True)

@@ -127,7 +127,7 @@ class Server:
             place.patience = replace(Patience(author.retry_seconds), progress=self._pulse.step)
         destination = make_destination(place, author.rank, Path(message["staging"]), self._pulse.step)
         if message["fresh"]:
-            destination.tidy()
+            destination.tidy(author.token)
         retention = Retention.from_json(message["retention"])
         self._setup = Setup(author, place, destination, retention, message["tidies"])
         return self._setup
