@@ -1,6 +1,5 @@
 """The rules of ``trainer.run`` on a real run, over its attempts."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from place_lab import begin, lay, steps
+from trainer_ranks import shared_lab
 from waiting import wait_for
 from writing_lab import Memory, client_of, finish, order
 
@@ -44,12 +44,9 @@ with trainer.run(every=1, keep=1, keep_every=5, keep_best=("loss", "min", 2)) as
 
 
 def train(folder: Path, num_steps: int, *words: str, killed_at: int = -1) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("OVERNIGHT_")}
-    done = subprocess.run(
-        [sys.executable, "train.py", *words], cwd=folder,
-        env=env | {"STEPS": str(num_steps), "KILLED_AT": str(killed_at)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == (0 if killed_at < 0 else -signal.SIGKILL), done.stderr
+    env = {"STEPS": str(num_steps), "KILLED_AT": str(killed_at)}
+    codes = shared_lab().run(folder / "train.py", folder, *words, env=env)
+    assert codes == [0 if killed_at < 0 else -signal.SIGKILL], (folder / "log").read_text()[-3000:]
 
 
 def unfinished(place: LocalPlace) -> list[str]:

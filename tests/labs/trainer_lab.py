@@ -4,6 +4,7 @@ An order is a line of JSON on stdin: ``{"script", "argv", "cwd", "env", "ranks",
 is the list of wait statuses. The parent runs no operator, exactly as a warm process must not.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -41,13 +42,15 @@ def child(order: dict, rank: int, port: int) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-    finally:
+    finally:  # the end of an interpreter, but for the memory: to free that of torch takes longer than most scripts
         threading._shutdown()
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
 
 
 def main() -> None:
+    atexit._clear()  # what the libraries registered is for this process to do
     gc.freeze()
     print(json.dumps({"threads": threading.active_count()}), flush=True)
     for line in sys.stdin:
