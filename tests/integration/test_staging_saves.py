@@ -4,7 +4,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from trainer_ranks import shared_lab
 from waiting import wait_for
 
 from overnight import trainer
@@ -230,7 +230,8 @@ def test_a_failure_that_somebody_asked_for_is_not_raised_again() -> None:
     assert saved_steps(run)[-1] == 3
 
 
-def script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+def script(tmp_path: Path, body: str) -> tuple[int, str]:
+    """Runs a script of its own; its exit code and all that it said."""
     path = tmp_path / "script.py"
     path.write_text(
         "import os, resource, signal, sys, time, torch\n"
@@ -241,14 +242,13 @@ def script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
         "    model(torch.ones(1, 8)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
         + textwrap.dedent(body)
     )
-    return subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=2 * DEADLINE_SECONDS
-    )
+    [code] = shared_lab().run(path, tmp_path)
+    return code, (tmp_path / "log").read_text()
 
 
 def test_a_last_save_that_fails_is_no_success(tmp_path: Path) -> None:
     """C2."""
-    done = script(
+    code, said = script(
         tmp_path,
         """
         with trainer.run(every=None) as run:
@@ -261,15 +261,15 @@ def test_a_last_save_that_fails_is_no_success(tmp_path: Path) -> None:
         print("never said")
         """,
     )
-    assert done.returncode == 1
-    assert "SaveFailedError" in done.stderr and "was not saved" in done.stderr
-    assert "never said" not in done.stdout and "finished at step" not in done.stderr
+    assert code == 1
+    assert "SaveFailedError" in said and "was not saved" in said
+    assert "never said" not in said and "finished at step" not in said
     assert not list(tmp_path.glob(".overnight/*/*/attempts/*/final.json"))
 
 
 def test_a_background_save_that_fails_last_is_no_success_though_the_final_one_is(tmp_path: Path) -> None:
     """C2."""
-    done = script(
+    code, said = script(
         tmp_path,
         """
         with trainer.run(every=None) as run:
@@ -284,12 +284,12 @@ def test_a_background_save_that_fails_last_is_no_success_though_the_final_one_is
             checkpoints.unlink(); (run.trial_dir / "away").rename(checkpoints)
         """,
     )
-    assert done.returncode == 1 and "was deleted or replaced while the run was at work" in done.stderr
+    assert code == 1 and "was deleted or replaced while the run was at work" in said
     assert len(list(tmp_path.glob(".overnight/*/*/checkpoints/step-3.*"))) == 1
 
 
 def test_a_step_that_never_ends_does_not_keep_what_is_staged_from_its_commit(tmp_path: Path) -> None:
-    done = script(
+    code, said = script(
         tmp_path,
         """
         with trainer.run(every=None) as run:
@@ -305,7 +305,7 @@ def test_a_step_that_never_ends_does_not_keep_what_is_staged_from_its_commit(tmp
                     run.save()
         """,
     )
-    assert done.returncode == -signal.SIGKILL
+    assert code == -signal.SIGKILL, said
 
 
 def test_a_run_that_ends_by_an_error_commits_what_is_staged() -> None:
