@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainer_ranks import shared_lab
 
 from overnight import trainer
 from overnight.core.errors import BadInputError, CheckpointError, DatasetChangedError, SaveFailedError, SetupError
@@ -449,32 +450,40 @@ FORKING = """
 """
 
 
-def fork_in_each_update(children: list[str], kill: int | None = None) -> "subprocess.CompletedProcess[str]":
-    """A script with loader workers whose updates each fork a child, wait for its end, and go on."""
+def fork_in_each_update(children: list[str]) -> Path:
+    """Writes a script with loader workers whose updates each fork a child, wait for its end, and go on."""
     lines = ["if run.step > len(CHILDREN): pass"]
     for number, child in enumerate(children, 1):
+        kill = int(signal.SIGTERM) if "while True" in child else None
         lines += [f"elif run.step == {number}:", "    pid = os.fork()", "    if pid == 0:", f"        {child}"]
         lines += ["    else:", f"        codes.append(ends(pid, {kill}))"]
     chain = textwrap.indent("\n".join(lines).replace("len(CHILDREN)", str(len(children))), " " * 8)
-    Path("script.py").write_text(textwrap.dedent(FORKING).replace(" " * 8 + "# children come here", chain))
-    command = [sys.executable, "-W", "ignore", "script.py"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    path = Path("script.py").absolute()
+    path.write_text(textwrap.dedent(FORKING).replace(" " * 8 + "# children come here", chain))
+    return path
 
 
-def test_a_forked_child_ends_and_does_not_act_as_the_run() -> None:
+def test_a_forked_child_ends_and_does_not_act_as_the_run(tmp_path: Path) -> None:
     leaves = ["sys.exit(0)", "break", "with run.phase('eval'): sys.exit(0)"]
     stays = ["pass", "run.save()", "run.check()", "run.report(score=1.0)", "next(iter(run.steps(3)))"]
-    done = fork_in_each_update(leaves + stays)
-    assert done.returncode == 0, done.stderr
-    assert "parent [0, 0, 0, 1, 1, 1, 1, 1] True 12" in done.stdout
-    assert done.stdout.count("child") == 1, "only the child that left by a break comes here"
-    assert done.stderr.count("BadInputError: this process was forked from the run") == len(stays)
-    assert done.stderr.count("Traceback") == len(stays), done.stderr
-    assert done.stderr.count("finished at step 12") == 1
+    codes = shared_lab().run(fork_in_each_update(leaves + stays), tmp_path)
+    said = (tmp_path / "log").read_text()
+    assert codes == [0], said
+    assert "parent [0, 0, 0, 1, 1, 1, 1, 1] True 12" in said
+    assert [line.split()[0] for line in said.splitlines() if line.startswith(("parent", "child"))] == [
+        "child",
+        "parent",
+    ], "only the child that left by a break comes here"
+    assert said.count("BadInputError: this process was forked from the run") == len(stays)
+    assert said.count("Traceback") == len(stays), said
+    assert said.count("finished at step 12") == 1
     (folder,) = Path(".overnight/script").iterdir()
     assert audit(folder) == Audit(expected=24, recorded=24, repeated=0, skipped=0, updates=12)
 
 
-def test_a_forked_child_dies_of_signals() -> None:
-    done = fork_in_each_update(["while True: time.sleep(1)"], kill=signal.SIGTERM)
-    assert f"parent [{-signal.SIGTERM}] True 12" in done.stdout, done.stderr
+def test_a_forked_child_dies_of_signals_and_survives_the_end_of_its_interpreter() -> None:
+    path = fork_in_each_update(["while True: time.sleep(1)", "sys.exit(0)"])
+    command = [sys.executable, "-W", "ignore", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert f"parent [{-signal.SIGTERM}, 0] True 12" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
