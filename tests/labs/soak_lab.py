@@ -74,6 +74,7 @@ class Soak:
     """
 
     def __init__(self, folder: Path, seed: int, ranks: tuple[int, ...] = (1, 2), kills_per_round: int = 6) -> None:
+        folder = folder.resolve()  # scripts run elsewhere
         self._folder, self._ranks, self._kills_per_round = folder, ranks, kills_per_round
         self._references: dict[tuple[Any, ...], Outcome] = {}
         self._state = folder / f"summary-{seed}.json"
