@@ -66,16 +66,36 @@ MORE
 """
 
 
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return node_lab.bare_python(tmp_path_factory.mktemp("bare"))
+
+
 @pytest.fixture
-def lab() -> Iterator[Lab]:
-    with node_lab.lab() as made:
+def lab(bare: str) -> Iterator[Lab]:
+    with node_lab.lab(bare) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Lab]:
-    with node_lab.warm_lab() as made:
+def shared(bare: str) -> Iterator[Lab]:
+    with node_lab.warm_lab(bare) as made:
         yield made
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """A file without which no warm process of an order with the environment ``gated`` gets further than its start."""
+    wait = "while time.monotonic() < end and not pathlib.Path(__file__).with_name('open').exists(): time.sleep(0.01)\n"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import pathlib, sys, time\nend = time.monotonic() + 120\nif 'zygote' in sys.orig_argv:\n    {wait}"
+    )
+    return tmp_path / "open"
+
+
+def gated(lab: Lab, gate: Path) -> dict[str, str]:
+    env: dict[str, str] = lab.order("train.py")["env"]
+    return {**env, "PYTHONPATH": str(gate.parent)}
 
 
 def chatty(lab: Lab, steps: int = 100_000, forever: bool = True, **fields: Any) -> str:
@@ -144,14 +164,15 @@ def test_sigkill_of_the_daemon_and_its_successor(lab: Lab) -> None:
     check_clean(lab, attempt_id)
 
 
-def test_sigkill_of_the_daemon_during_a_launch_costs_nothing(lab: Lab) -> None:
+def test_sigkill_of_the_daemon_during_a_launch_costs_nothing(lab: Lab, gate: Path) -> None:
     first = lab.daemon()
-    attempt_id = lab.run(lab.script("print('up')"))
-    # The warm process imports torch for a second or more: the order waits for it, and so do we to strike.
+    attempt_id = lab.run(lab.script("print('up')"), env=gated(lab, gate))
+    # The order waits for the warm process, and so do we to strike.
     wait_for(lambda: (lab.folder(attempt_id) / "order.json").exists())
     first.kill()
     first.wait()
     assert not (lab.folder(attempt_id) / "pids.json").exists(), "struck too late"
+    gate.touch()
     lab.daemon(cold=True)
     assert lab.server.exit_of(attempt_id, 60)["exit_codes"] == [0]
     assert lab.server.wait_ended(attempt_id)["vanished"] is False
@@ -210,9 +231,10 @@ def test_sigkill_of_the_zygote_at_random(lab: Lab) -> None:
         check_clean(lab, attempt_id)
 
 
-def test_a_warm_process_for_which_many_wait_fails_once(lab: Lab) -> None:
+def test_a_warm_process_for_which_many_wait_fails_once(lab: Lab, gate: Path) -> None:
     lab.daemon()
-    waiting = [lab.run(lab.script("print('up')", "waiting.py")) for _ in range(5)]
+    env = gated(lab, gate)
+    waiting = [lab.run(lab.script("print('up')", "waiting.py"), env=env) for _ in range(5)]
     wait_for(lambda: all((lab.folder(attempt_id) / "order.json").exists() for attempt_id in waiting))
 
     def all_ended_under_fire() -> bool:
@@ -224,7 +246,8 @@ def test_a_warm_process_for_which_many_wait_fails_once(lab: Lab) -> None:
     for attempt_id in waiting:
         assert lab.server.exit_of(attempt_id)["exit_codes"] == [0], lab.log(attempt_id)
         assert lab.server.events(attempt_id, "started")[0]["data"]["warm"] is False, "nobody waited for it"
-    later = lab.run(lab.script("print('up')", "later.py"))
+    gate.touch()
+    later = lab.run(lab.script("print('up')", "later.py"), env=env)
     assert lab.server.exit_of(later, 60)["exit_codes"] == [0]
     assert lab.server.events(later, "started")[0]["data"]["warm"] is True
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class FakeServer:
         self.launches: dict[str, dict[str, Any]] = {}
         self.keep: set[str] = set()
         self.kill: set[str] = set()
-        self.version = 1
+        self._version = 1
         self.directives: dict[str, dict[str, Any]] = {}
         self.spools: dict[str, list[dict[str, Any]]] = {}
         self.counters: dict[str, list[int]] = {}
@@ -53,11 +54,22 @@ class FakeServer:
         self.reports: list[dict[str, Any]] = []
         self.stale: set[str] = set()
         self.problems: list[str] = []
-        self.changed = threading.Event()
         self.answers = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self.port = 0
+
+    @property
+    def version(self) -> int:
+        """Of the work; whoever changes the work counts it up, and who waits for it is answered."""
+        return self._version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._version = value
+        self._answer_waiting()
 
     def start(self) -> None:
         config = uvicorn.Config(
@@ -77,6 +89,7 @@ class FakeServer:
         if self._server is None or self._thread is None:
             return
         self._server.force_exit = self._server.should_exit = True
+        self._answer_waiting()
         self._thread.join(10)
         self._server = self._thread = None
         if forget_address:
@@ -93,6 +106,7 @@ class FakeServer:
         self.directives[attempt_id] = {
             "version": version, "action": action, "grace_seconds": grace_seconds, "reason": reason,
         }  # fmt: skip
+        self._answer_waiting()
 
     def events(self, attempt_id: str, kind: str | None = None) -> list[dict[str, Any]]:
         return [one for one in self.spools.get(attempt_id, []) if kind is None or one["kind"] == kind]
@@ -167,9 +181,28 @@ class FakeServer:
         self.version += 1
 
     async def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline and self._server and not self._server.should_exit:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # of a start of the server
+            self._loop, self._changed = loop, asyncio.Event()
+        deadline = loop.time() + seconds
+        while not condition() and not self._stopping and (left := deadline - loop.time()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+
+    @property
+    def _stopping(self) -> bool:
+        return self._server is None or self._server.should_exit
+
+    def _answer_waiting(self) -> None:
+        """Has the conditions of all who wait looked at again; from any thread."""
+
+        def wake() -> None:
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop of a server that has been stopped
+                self._loop.call_soon_threadsafe(wake)
 
     def _directive(self, attempt_id: str) -> dict[str, Any]:
         first = {"version": 0, "action": "continue", "grace_seconds": 10.0, "reason": ""}
@@ -193,9 +226,14 @@ class FakeServer:
 
 
 class Lab:
-    """A home with a fake server and daemons."""
+    """A home with a fake server and daemons.
 
-    def __init__(self) -> None:
+    Args:
+        python: The interpreter of the orders. A bare one gets warm in no time, for scripts that need no library.
+    """
+
+    def __init__(self, python: str = sys.executable) -> None:
+        self.python = python
         self.root = Path(tempfile.mkdtemp(prefix="ovn-"))
         self.home = Home(self.root)
         self.home.logs.mkdir()
@@ -211,7 +249,7 @@ class Lab:
         words = [sys.executable, "-m", "overnight.platform.node", "--home", str(self.root), "--pool", "cpu:2"]
         for name, value in extra.items():
             words += [f"--{name.replace('_', '-')}", value]
-        words += ["--cold"] if cold else []
+        words += ["--cold"] if cold or self.python != sys.executable else []
         self.preload = self.preload and not cold
         with (self.home.logs / "node.log").open("ab") as log:
             process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
@@ -233,7 +271,7 @@ class Lab:
             "generation": 1, "node_id": "node-1", "devices": [{"id": "d0", "index": 0, "kind": "cpu"}],
             "world_size": num_ranks, "ranks": list(range(num_ranks)),
             "run": {"kind": kind, "target": target, "argv": fields.pop("argv", [])}, "args": "flags", "params": {},
-            "python": sys.executable, "cwd": str(self.code), "code": None, "code_links": {},
+            "python": self.python, "cwd": str(self.code), "code": None, "code_links": {},
             "env": {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")},
             "trial_dir": str(self.home.trial_dir(trial_id)), "attempt_dir": str(self.home.attempt_dir(trial_id, 1)),
             "checkpoints": str(self.home.checkpoints(trial_id)), "objective": None, "resume": None, "seed": 7,
@@ -287,8 +325,8 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab() -> Iterator[Lab]:
-    made = Lab()
+def lab(python: str = sys.executable) -> Iterator[Lab]:
+    made = Lab(python)
     try:
         yield made
     finally:
@@ -296,11 +334,17 @@ def lab() -> Iterator[Lab]:
 
 
 @contextlib.contextmanager
-def warm_lab() -> Iterator[Lab]:
+def warm_lab(python: str = sys.executable) -> Iterator[Lab]:
     """A lab for many tests: its daemon's warm process is ready, and nothing that its server heard was out of order."""
-    with lab() as made:
+    with lab(python) as made:
         made.daemon()
         made.script("print('ready')", "warmup.py")
         made.server.exit_of(made.run("warmup.py"), 60)
         yield made
         assert made.server.problems == []
+
+
+def bare_python(folder: Path) -> str:
+    """A real interpreter without any library, at least where this one has its own in a virtual environment."""
+    venv.create(folder, symlinks=True)
+    return str(folder / "bin" / "python")
