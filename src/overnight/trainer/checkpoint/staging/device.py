@@ -14,6 +14,7 @@ import torch
 
 from overnight.trainer.checkpoint.staging.arena import Arena
 from overnight.trainer.checkpoint.staging.probe import BLOCK_BYTES
+from overnight.trainer.checkpoint.staging.versions import LastLook, Versions
 
 MAX_BLOCKS = 128
 """Each costs the host some microseconds, unlike those of CPU tensors."""
@@ -48,10 +49,14 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
         self._events: list[Any] = []
         self._probes: list[DeviceProbe] = []
+        self._later: list[DeviceCopy] = []
+        self._look = LastLook(Versions([]))
 
     def begin(self, arena: Arena, copies: Sequence[DeviceCopy]) -> None:
         """Queues copies on their devices. The arena should be pinned: else the host waits for each."""
         self._events, self._probes = [], []
+        self._later = [copy for copy in copies if copy.later]
+        self._look = LastLook(Versions([copy.source for copy in self._later]))
         for device in {copy.source.device for copy in copies}:
             here = [copy for copy in copies if copy.source.device == device]
             later = [copy for copy in here if copy.later]
@@ -72,6 +77,7 @@ class DeviceCopies:
 
     def before_step(self) -> None:
         """Makes the current streams wait for the copies; the host does not."""
+        self._look.take()
         events, self._events = self._events, []
         for event in events:
             torch.cuda.current_stream(event.device).wait_event(event)
@@ -82,9 +88,10 @@ class DeviceCopies:
         Returns:
             Indices of the pieces that are not, there or by then at their source, what they were at the boundary.
         """
+        moved = [self._later[index].index for index in self._look.take()]
         for side in self._streams.values():
             side.synchronize()
-        return [index for probe in self._probes for index in probe.changed(arena)]
+        return [*moved, *(index for probe in self._probes for index in probe.changed(arena))]
 
 
 def _copy(arena: Arena, copies: Sequence[DeviceCopy]) -> None:

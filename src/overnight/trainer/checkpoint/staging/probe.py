@@ -1,8 +1,9 @@
 """Random blocks of what is copied while training goes on: proof that nothing but an optimizer's step changes it.
 
-Version counters prove nothing: fused optimizers, BatchNorm and writes through ``.data`` do not move them. So blocks are
-taken from every tensor at the boundary, before training goes on, and compared with the copy once it is complete, and
-with the source. A difference in the copy means that it mixes two moments. One in the source alone means luck.
+Version counters alone prove nothing: fused optimizers, BatchNorm and writes through ``.data`` do not move them. So
+blocks are taken from every tensor at the boundary, before training goes on, and compared with the copy once it is
+complete, and with the source. A difference in the copy means that it mixes two moments. One in the source alone means
+luck.
 """
 
 import os

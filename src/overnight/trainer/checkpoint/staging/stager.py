@@ -23,6 +23,7 @@ from overnight.trainer.checkpoint.staging.device import DeviceCopies, DeviceCopy
 from overnight.trainer.checkpoint.staging.layout import Layout, Way, choose_ways, lay_out, signature_of
 from overnight.trainer.checkpoint.staging.ownership import Memory, freed, frozen_memory, owned_memory
 from overnight.trainer.checkpoint.staging.probe import Probe, scratch_bytes
+from overnight.trainer.checkpoint.staging.versions import Versions
 from overnight.trainer.checkpoint.staging.worker import Worker
 from overnight.trainer.checkpoint.state import Encoded, Leaf
 from overnight.trainer.checkpoint.writing.order import Piece
@@ -75,7 +76,7 @@ class Stager:
         self._worker = Worker("overnight-staging")
         self._copied = threading.Event()
         self._copied.set()
-        self._watched: tuple[Probe, list[str], object] | None = None
+        self._watched: tuple[Probe, Versions, list[str], object] | None = None
         self._devices = DeviceCopies(random)
         self._graphed: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._hook: Any = None
@@ -134,20 +135,21 @@ class Stager:
         later = layout.pick(leaves, Way.LATER)
         addresses = [leaf.tensor.data_ptr() for leaf in later]
         memory = [leaf.tensor.untyped_storage() for leaf in later]  # alive even if the tensors are given another
+        versions = Versions([leaf.tensor for leaf in later])
         try:
             self._copy_now(layout, arena, leaves, owned)
             probe = self._look(layout, addresses)
         except OSError as error:
             raise no_memory(layout.size, error) from error
         watched = [layout.names[index] for index in layout.members(Way.LATER)]
-        self._watched = (probe, watched, memory) if probe is not None else None
+        self._watched = (probe, versions, watched, memory) if probe is not None else None
         self._copied.clear()
         staged = Staged(arena, layout.pieces)
 
         def copy() -> None:
             try:
                 layout.groups[Way.LATER].write(arena.fileno(), addresses)
-                wrong = set(freed(memory, addresses, layout.groups[Way.LATER].lengths))
+                wrong = {*freed(memory, addresses, layout.groups[Way.LATER].lengths), *versions.moved()}
                 if probe is not None:
                     wrong.update(probe.wrong_copies(arena), probe.changed_source())
                 self._blame(staged, {watched[index] for index in wrong})
@@ -165,9 +167,9 @@ class Stager:
         self._copied.wait()
         self._devices.before_step()
         if self._watched is not None:
-            (probe, names, _), self._watched = self._watched, None
+            (probe, versions, names, _), self._watched = self._watched, None
             with suppress(OSError):  # a change now is too late to spoil the copy, but may come earlier next time
-                self.restless.update(names[index] for index in probe.changed_source())
+                self.restless.update(names[index] for index in (*probe.changed_source(), *versions.moved()))
 
     def close(self) -> None:
         """Ends the copies and gives the memory back. Safe to call twice."""
