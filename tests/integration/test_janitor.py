@@ -208,6 +208,39 @@ def test_a_quota_takes_the_oldest_but_neither_the_best_nor_the_last_good_of_a_tr
     assert kinds().count("experiment.over_quota") == 1
 
 
+def test_rows_agree_with_the_files_of_live_and_of_resting_trials(lab: Lab) -> None:
+    trial_id = lab.submit()
+    attempt_id = lab.begin(trial_id)
+    place = lab.place(trial_id)
+    begin(place, Token(1))
+
+    def commit(step: int) -> None:
+        name = lay(place, step)
+        lab.node.spool(attempt_id, ("checkpoint", {"step": step, "uri": f"{place}/{name}", "bytes": 1}))
+
+    def shown() -> list[int]:
+        return [one["step"] for one in lab.client.get(f"/v1/trials/{trial_id}").json()["checkpoints"]]
+
+    for step in (10, 20, 30):
+        commit(step)
+    assert shown() == [10, 20, 30]
+    place.remove("step-10.attempt-1.1")  # the run's own retention, after its commit
+    wait_for(lambda: shown() == [20, 30], "a live trial's rows follow its place soon after a commit")
+    place.remove("step-20.attempt-1.1")
+    listed = lab.client.get(f"/v1/trials/{trial_id}/checkpoints").json()["items"]
+    assert [row["step"] for row in listed] == shown() == [30], "who lists sees what is there, and so does everybody"
+    commit(40)
+    commit(50)
+    lab.node.exit(attempt_id)
+    wait_for(lambda: ok(lab.prune(trial_id, entries=["step-40.attempt-1.1"])), "the lease is clean")
+    assert shown() == [30, 50]
+    begin(place, Token(2), CheckpointName(30, Token(1)))
+    lay(place, 35, Token(2))
+    assert ok(lab.prune(trial_id)) is not None
+    assert shown() == [30] and steps(place) == [(1, 30), (2, 35)], "nobody has told the server of the one at 35"
+    assert [event["data"]["entry"] for event in lab.deletions(trial_id)][-1] == "step-50.attempt-1.1"
+
+
 def test_pruning_through_the_api(lab: Lab) -> None:
     running = lab.submit()
     attempt_id = lab.begin(running)

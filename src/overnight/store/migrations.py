@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from overnight.core.errors import SetupError
 from overnight.store.backends import Backend
 
-HEAD = "0002"
+HEAD = "0003"
 """The newest migration. A test compares it with the scripts."""
 
 ADVISORY_LOCK = 0x6F766572  # "over"

@@ -317,6 +317,7 @@ checkpoints = sa.Table(
     sa.Column("uri", JsonText, nullable=False),
     sa.Column("bytes", sa.BigInteger, nullable=False),
     sa.Column("committed_at", UtcDateTime, nullable=False),
+    sa.Column("deleted_at", UtcDateTime, comment="When its files were seen to be gone; NULL while they are there."),
 )
 
 ledger = sa.Table(

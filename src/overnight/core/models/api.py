@@ -121,7 +121,7 @@ class Attempt(Wire):
 
 
 class Checkpoint(Wire):
-    """A committed checkpoint."""
+    """A committed checkpoint whose files are there, as far as the server knows."""
 
     trial_id: str
     attempt: int

@@ -3,12 +3,16 @@
 A place is touched only while the store says that nobody works there: no live attempt, every lease clean. The sweeper
 looks for itself once more, in the place, whether a new start has claimed it. And it ends with the server, so nothing is
 deleted while that is away.
+
+What a place holds is compared with the store's rows whenever somebody looks, and soon after each commit: live attempts
+delete what they do not keep, and people delete by hand.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +21,9 @@ from overnight.core.errors import ConflictError, OvernightError
 from overnight.core.models.api import CheckpointPruneIn
 from overnight.core.settings import Settings
 from overnight.core.sizes import show_bytes
-from overnight.platform.janitor.process import SweeperProcess
+from overnight.platform.janitor.process import SweeperProcess, Told
 from overnight.platform.janitor.quota import Victim, victims
-from overnight.store import events, places, trials
+from overnight.store import checkpoints, events, places, trials
 from overnight.store.engine import Store, Topics
 from overnight.store.events import NewEvent
 from overnight.store.places import Owner
@@ -32,6 +36,9 @@ log = logging.getLogger(__name__)
 ACTOR = "janitor"
 SETTLE_SECONDS = 1.0
 """After a lease has become clean: others end in the same moment, and the trial may start again at once."""
+
+COMPARE_SECONDS = 2.0
+"""After a commit, until the trial's place is compared with its rows: the attempt has deleted something by then."""
 
 
 class Janitor:
@@ -57,7 +64,8 @@ class Janitor:
         self._surveys: dict[str, dict[str, Any]] = {}
         self._over: set[str] = set()
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._committed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         self._unsubscribe: Callable[[], None] | None = None
 
     async def open(self) -> None:
@@ -65,16 +73,18 @@ class Janitor:
         loop = asyncio.get_running_loop()
         self._unsubscribe = self._store.subscribe(partial(self._heard, loop))
         await asyncio.to_thread(self._begin)
-        self._task = asyncio.create_task(self._run(), name=ACTOR)
+        self._tasks = [
+            asyncio.create_task(self._run(), name=ACTOR),
+            asyncio.create_task(self._follow_commits(), name=f"{ACTOR}-commits"),
+        ]
 
     async def close(self) -> None:
         """Stops at once; what is half done is finished by the next server."""
         if self._unsubscribe is not None:
             self._unsubscribe()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sweeper.close()
 
     async def survey(self, ref: str) -> tuple[str, dict[str, Any]]:
@@ -85,8 +95,7 @@ class Janitor:
             SweeperFailedError: It cannot be looked at just now.
         """
         trial_id = await asyncio.to_thread(self._read, lambda conn: trials.row(conn, ref).id)
-        place = self._place(trial_id)
-        return place, await self._sweeper.ask({"op": "survey", "place": place})
+        return self._place(trial_id), await self._ask(trial_id, {"op": "survey"})
 
     async def prune(self, ref: str, wish: CheckpointPruneIn, actor: str) -> tuple[str, list[dict[str, Any]]]:
         """Tidies a trial's place because somebody asks for it.
@@ -109,10 +118,8 @@ class Janitor:
             raise ConflictError(
                 f"{owner.name} is at work on its checkpoints", hint="It tidies them itself; try again when it is over."
             )
-        place = self._place(owner.trial_id)
         question = wish.model_dump(mode="json") | {
             "op": "delete" if wish.entries else "sweep",
-            "place": place,
             "cause": wish.reason or "asked for",
         }
         self._surveys.pop(owner.trial_id, None)
@@ -123,8 +130,8 @@ class Janitor:
             if not wish.dry_run:
                 await self._record(owner, deletion, actor, wish.reason)
 
-        await self._sweeper.ask(question, told)
-        return place, done
+        await self._ask(owner.trial_id, question, told)
+        return self._place(owner.trial_id), done
 
     def _begin(self) -> None:
         with self._store.read() as conn:
@@ -135,6 +142,9 @@ class Janitor:
         if "leases" in topics:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._changed.set)
+        if "checkpoints" in topics:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._committed.set)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -194,7 +204,7 @@ class Janitor:
         """Sweeps a place; whether it is worth another look in a while."""
         self._surveys.pop(owner.trial_id, None)
         record = partial(self._record, owner, actor=ACTOR, reason="")
-        done = await self._sweeper.ask({"op": "sweep", "place": self._place(owner.trial_id)}, record)
+        done = await self._ask(owner.trial_id, {"op": "sweep"}, record)
         return bool(done["pinned"])
 
     async def _resting(self, trial_id: str) -> Owner | None:
@@ -220,7 +230,7 @@ class Janitor:
         """What a place holds; remembered while nobody works there."""
         if owner.at_rest and (known := self._surveys.get(owner.trial_id)) is not None:
             return known
-        found = await self._sweeper.ask({"op": "survey", "place": self._place(owner.trial_id)})
+        found = await self._ask(owner.trial_id, {"op": "survey"})
         self._surveys.pop(owner.trial_id, None)
         if owner.at_rest:
             self._surveys[owner.trial_id] = found
@@ -233,15 +243,41 @@ class Janitor:
             return 0
         self._surveys.pop(owner.trial_id, None)
         record = partial(self._record, owner, actor=ACTOR, reason="")
-        question = {"op": "delete", "place": self._place(owner.trial_id), "entries": [victim.entry], "cause": cause}
+        question = {"op": "delete", "entries": [victim.entry], "cause": cause}
         try:
-            await self._sweeper.ask(question, record)
+            await self._ask(owner.trial_id, question, record)
         except OvernightError as error:
             if error.retryable:
                 raise
             log.info("%s of %s stays: %s", victim.entry, owner.name, error.message)
             return 0
         return victim.num_bytes
+
+    async def _follow_commits(self) -> None:
+        """Looks at the places of trials that have committed, each soon after, and at none more often than that."""
+        while True:
+            await self._committed.wait()
+            self._committed.clear()
+            since = self._clock.now() - timedelta(seconds=COMPARE_SECONDS)
+            await asyncio.sleep(COMPARE_SECONDS)
+            try:
+                for trial_id in await asyncio.to_thread(self._read, partial(checkpoints.committed_since, since=since)):
+                    if self._home.checkpoints(trial_id).exists():
+                        await self._ask(trial_id, {"op": "survey"})
+            except OvernightError as error:
+                log.warning("checkpoints were not compared with their rows: %s", error.message)
+            except Exception:
+                log.exception("checkpoints were not compared with their rows")
+
+    async def _ask(self, trial_id: str, question: dict[str, Any], told: Told | None = None) -> dict[str, Any]:
+        """Has the sweeper look at a trial's place, and records which of its checkpoints are there."""
+        place, looked_at = self._place(trial_id), self._clock.now()
+        done = await self._sweeper.ask(question | {"place": place}, told)
+        names = [row["name"] for row in done["rows"]]
+        compare = partial(checkpoints.compare, trial_id=trial_id, place=place, names=names, looked_at=looked_at)
+        if differences := await asyncio.to_thread(self._read, compare):
+            await self._store.awrite(lambda conn: checkpoints.mark(conn, self._clock.now(), differences))
+        return done
 
     async def _tell(self, experiment_id: str, name: str, total: int, quota_bytes: int) -> None:
         """Records once that a quota is exceeded though nothing more may go, and once that it no longer is."""

@@ -7,10 +7,11 @@ free of torch. It ends with whoever started it: at once when its standard input 
 A question is a line of JSON, ``{"op", "place", ...}``. The answer is any number of lines ``{"deleted"}`` and then one
 ``{"done"}`` or ``{"error"}``.
 
-    survey  {"place"}                     -> done: {"bytes", "rows"}
+    survey  {"place"}                     -> looks only
     sweep   {"place", "keep", "dry_run"}  -> what nobody needs goes; ``keep`` overrides the run's own number
-                                             done: {"bytes", "pinned"}, what is left and how many are in use
     delete  {"place", "entries", "cause", "dry_run"} -> these checkpoints go
+
+What is done is ``{"bytes", "rows", "pinned"}``: what is left, and how many checkpoints were in use.
 """
 
 import json
@@ -60,7 +61,7 @@ class Sweeper:
         found = survey(self._open(question["place"]), self._watch, question.get("keep"))
         match question["op"]:
             case "survey":
-                return {"bytes": found.num_bytes, "rows": [row.to_json() for row in found.rows]}
+                doomed: list[Deletion] = []
             case "sweep":
                 doomed = mark(found, at_rest=True)
             case "delete":
@@ -70,10 +71,13 @@ class Sweeper:
         if question.get("dry_run"):
             for deletion in doomed:
                 self._tell(deletion)
-        else:
+            doomed = []
+        elif question["op"] != "survey":
             doomed = sweep(found, doomed, self._watch, self._tell)
+        gone = {deletion.entry for deletion in doomed}
         num_bytes = found.num_bytes - sum(deletion.num_bytes for deletion in doomed)
-        return {"bytes": num_bytes, "pinned": sum(bool(row.pinned_by) for row in found.rows)}
+        rows = [row.to_json() for row in found.rows if str(row.name) not in gone]
+        return {"bytes": num_bytes, "rows": rows, "pinned": sum(bool(row.pinned_by) for row in found.rows)}
 
     def _tell(self, deletion: Deletion) -> None:
         self._answer({"deleted": deletion.to_json()})
