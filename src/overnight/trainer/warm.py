@@ -5,6 +5,7 @@ anew. A run that is itself resumed has its state already, so its warm start does
 """
 
 import json
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class WarmStart:
         Raises:
             BadInputError: Not exactly one source, an unknown ``what``, or nothing in the source fits anything.
             NotFoundError: No such trial or checkpoint.
-            CheckpointError: The source is damaged, or does not fit.
+            CheckpointError: The source is damaged, or does not fit; what was filled until then stays so.
         """
         if (from_trial is None) == (path is None):
             raise BadInputError("a warm start needs from_trial= or path=", hint="One of the two, not both.")
@@ -107,14 +108,18 @@ class WarmStart:
             if self.reader.rank > 0:
                 return None
             place = str(path) if from_trial is None else trial_place(self.trial_dir, from_trial)
-            return place if Path(place).is_file() else choose_checkpoint(place, step)
+            if not Path(place).is_file():
+                return choose_checkpoint(place, step)
+            if step is not None:
+                raise BadInputError(f"{place} is a file, which has no step {step}", hint="Leave step= out.")
+            return place
 
         source: str = self.reader.gather(together(self.reader, choose))[0]
         return source
 
     def _from_file(self, file: Path, wanted: Mapping[str, Any], strict: bool) -> list[str]:
         states = matching(read_file(file), wanted)
-        self._require(list(states), str(file), [])
+        self._require(list(states), str(file), ["no state of one of these objects"])
         self._fill({name: lambda name: states[name] for name in states}, str(file), strict)
         return list(states)
 
@@ -132,9 +137,9 @@ class WarmStart:
             try:
                 state = state_for(name)
                 if not strict and isinstance(unwrap(obj), torch.nn.Module):
-                    state = self._fitting(name, state, state_of(obj))
+                    state = self._fitting(name, state, state_of(obj), source)
                 put_back(obj, state)
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(
                     f"{name!r} does not fit what {source} has for it: {error}",
                     hint="Build the same object, or take only what fits: strict=False.",
@@ -142,10 +147,19 @@ class WarmStart:
         if self.reader.rank == 0:
             complain(f"warm start from {source}: {', '.join(states)}")
 
-    def _fitting(self, name: str, saved: Any, live: Any) -> Any:
-        """The live state, with what is saved for it in the same shape and type."""
+    def _fitting(self, name: str, saved: Any, live: Any, source: str) -> Any:
+        """The live state, with what is saved for it in the same shape and type.
+
+        Raises:
+            BadInputError: That is nothing.
+        """
         result = live.copy()
         fits = {key for key, value in saved.items() if key in live and _alike(value, live[key])}
+        if live and not fits:
+            raise BadInputError(
+                f"nothing that {source} has for {name!r} fits: no tensor has the name, shape and type of one here",
+                hint="Compare the names and types in that file with those of the module.",
+            )
         result.update((key, saved[key]) for key in fits)
         left = [f"{key} stays as it is" for key in live if key not in fits]
         left += [f"{key} is not taken" for key in saved if key not in live]
@@ -169,10 +183,13 @@ def choose_checkpoint(place: str, step: int | None) -> str:
         step: Which, if it is a place; the one of the newest token where several have that step.
 
     Raises:
+        BadInputError: It is a checkpoint of another step.
         NotFoundError: There is none, or none of that step.
         NoUsableCheckpointError: There are some, but none that can be used.
     """
-    if CheckpointName.parse(place.rstrip("/").rpartition("/")[2]) is not None:
+    if (one := CheckpointName.parse(place.rstrip("/").rpartition("/")[2])) is not None:
+        if step not in (None, one.step):
+            raise BadInputError(f"{place} is not the checkpoint of step {step}", hint="Give its place, or no step=.")
         return place
     found = open_place(place)
     if step is not None:
@@ -230,7 +247,9 @@ def read_file(file: Path) -> Any:
     try:
         if file.suffix == ".safetensors":
             return read_safetensors(file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        _require_sums(file)
+        return content
     except CorruptCheckpointError:
         raise
     except Exception as error:  # torch raises what pickle, zipfile and its own reader do
@@ -240,11 +259,32 @@ def read_file(file: Path) -> Any:
         ) from error
 
 
+def _require_sums(file: Path) -> None:
+    """Compares a file's bytes with its own check sums, which ``torch.load`` does not look at.
+
+    Raises:
+        CorruptCheckpointError: A byte was altered.
+    """
+    if not zipfile.is_zipfile(file):
+        return  # the form before torch 1.6, which has no sums
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if not entry.CRC:
+                continue  # torch.serialization.set_crc32_options(False)
+            try:
+                with archive.open(entry) as stream:
+                    while stream.read(1 << 20):
+                        pass
+            except zipfile.BadZipFile as error:
+                raise CorruptCheckpointError(f"{file} is damaged: {error}", hint="Copy it anew.") from None
+
+
 def matching(content: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """What a file holds for which object.
 
-    A file is either a state by itself, which is then that of the only module, or a dict with states under the names of
-    the objects, with or without ``_state_dict``. Names of modules that were saved inside a wrapper lose its prefix.
+    A file is either a state by itself, which is then that of the module ``model`` or of the only one, or a dict with
+    states under the names of the objects, with or without ``_state_dict``. Names of modules that were saved inside a
+    wrapper lose its prefix.
 
     Args:
         content: Of the file.
@@ -253,14 +293,15 @@ def matching(content: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         return {}
     modules = [name for name, obj in wanted.items() if isinstance(unwrap(obj), torch.nn.Module)]
+    main = "model" if "model" in modules else modules[0] if len(modules) == 1 else None
     found: dict[str, Any] = {}
     for name in wanted:
-        names = (name, f"{name}_state_dict", f"{name}_state", *(_WEIGHTS if modules == [name] else ()))
+        names = (name, f"{name}_state_dict", f"{name}_state", *(_WEIGHTS if name == main else ()))
         key = next((key for key in names if isinstance(content.get(key), Mapping)), None)
         if key is not None:
             found[name] = _unwrapped(content[key]) if name in modules else content[key]
-    if not found and len(modules) == 1 and any(isinstance(value, torch.Tensor) for value in content.values()):
-        found[modules[0]] = _unwrapped(content)
+    if not found and main is not None and any(isinstance(value, torch.Tensor) for value in content.values()):
+        found[main] = _unwrapped(content)
     return found
 
 
