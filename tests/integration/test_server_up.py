@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from overnight.core.errors import HomeHeldError, OvernightError
+from overnight.core.inherited import inherited
 from overnight.core.settings import Settings
 from overnight.platform.identity import Holder, holder, wait_until
 from overnight.platform.server.environment import settings_environment
@@ -39,19 +42,27 @@ except OvernightError as error:
 """
 
 
+@contextmanager
+def new_home(home: Path) -> Iterator[Settings]:
+    """A home in which nothing runs afterwards."""
+    settings = Settings(home=home, pool="fake:2", grace_seconds=0.5, lease_seconds=20.0)
+    settings.home.mkdir()
+    yield settings
+    stop(settings)
+    assert holder(settings.paths.server_lock) is None and holder(settings.paths.node_lock) is None
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> Iterator[Settings]:
-    made = Settings(home=tmp_path / "home", pool="fake:2", grace_seconds=2.0, lease_seconds=20.0)
-    made.home.mkdir()
-    yield made
-    stop(made)
-    assert holder(made.paths.server_lock) is None and holder(made.paths.node_lock) is None
+    with new_home(tmp_path / "home") as made:
+        yield made
 
 
 class Up:
     """`overnight up` in a process of its own, and what it says."""
 
     def __init__(self, settings: Settings) -> None:
+        self.server: dict[str, Any] = {}
         self.process = subprocess.Popen(
             [sys.executable, "-c", UP],
             stdout=subprocess.PIPE,
@@ -60,10 +71,12 @@ class Up:
             env=os.environ | settings_environment(settings),
         )
 
-    def until(self, kind: str) -> dict[str, object]:
+    def until(self, kind: str) -> dict[str, Any]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            event: dict[str, object] = json.loads(line)
+            event: dict[str, Any] = json.loads(line)
+            if event.get("kind") == "server":
+                self.server = event["data"]
             if event.get("kind") == kind or (kind == "error" and "error" in event):
                 return event
         raise AssertionError(f"`up` ended with {self.process.wait()} before it said {kind!r}")
@@ -79,20 +92,55 @@ class Up:
         return self.process.wait(60)
 
 
+class Ups:
+    """All that were started for a home. What a test leaves running, the next one finds."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.started: list[Up] = []
+
+    def start(self) -> Up:
+        """A further `up`, whatever runs already."""
+        self.started.append(Up(self.settings))
+        return self.started[-1]
+
+    def running(self) -> Up:
+        """One that has said where its server is."""
+        for up in self.started:
+            if up.process.poll() is None and up.server:
+                return up
+        up = self.start()
+        up.until("server")
+        return up
+
+    def end(self) -> None:
+        for up in self.started:
+            if up.process.poll() is None:
+                up.end()
+            elif up.process.stdout is not None:
+                up.process.stdout.close()
+
+
+@contextmanager
+def new_ups(settings: Settings) -> Iterator[Ups]:
+    ups = Ups(settings)
+    try:
+        yield ups
+    finally:
+        ups.end()
+
+
 @pytest.fixture
-def start(settings: Settings) -> Iterator[Callable[[], Up]]:
-    started: list[Up] = []
+def ups(settings: Settings) -> Iterator[Ups]:
+    with new_ups(settings) as made:
+        yield made
 
-    def begin() -> Up:
-        started.append(Up(settings))
-        return started[-1]
 
-    yield begin
-    for up in started:
-        if up.process.poll() is None:
-            up.end()
-        elif up.process.stdout is not None:
-            up.process.stdout.close()
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ups]:
+    """A home for the tests of which each can go on with what another left."""
+    with new_home(tmp_path_factory.mktemp("house") / "home") as settings, new_ups(settings) as made:
+        yield made
 
 
 def client_of(settings: Settings) -> httpx.Client:
@@ -106,17 +154,18 @@ def submit(settings: Settings, client: httpx.Client, text: str, **fields: object
     script = settings.home / "script.py"
     script.write_text(text)
     run = {"kind": "command", "target": sys.executable, "argv": [str(script)]}
-    config = {"experiment": "sleep", "run": run, "args": "none", "workdir": str(settings.home), **fields}
+    # In the environment for which `up` has a warm process ready.
+    where = {"workdir": str(settings.home), "python": sys.executable, "env": inherited(os.environ)}
+    config = {"experiment": "sleep", "run": run, "args": "none", **where, **fields}
     answer = client.post("/v1/proposals", json={"config": config})
     assert answer.status_code == 200, answer.text
     name: str = answer.json()["trials"][0]["name"]
     return name
 
 
-def test_ctrl_c_yields_the_workers_and_stops_everything(settings: Settings, start: Callable[[], Up]) -> None:
-    up = start()
-    facts = up.until("server")["data"]
-    assert isinstance(facts, dict) and facts["adopted"] is False
+def test_ctrl_c_yields_the_workers_and_stops_everything(settings: Settings, ups: Ups) -> None:
+    up = ups.start()
+    assert up.until("server")["data"]["adopted"] is False
     with client_of(settings) as client:
         name = submit(settings, client, SLEEPER)
         assert wait_until(lambda: client.get(f"/v1/trials/{name}").json()["state"] == "running", 30)
@@ -125,7 +174,7 @@ def test_ctrl_c_yields_the_workers_and_stops_everything(settings: Settings, star
     assert up.end() == 0
     assert holder(settings.paths.server_lock) is None and not node.alive()
     assert not _processes_of(settings), "no process may be left"
-    again = start()
+    again = ups.start()
     again.until("server")
     with client_of(settings) as client:
         trial = client.get(f"/v1/trials/{name}").json()
@@ -149,41 +198,36 @@ def _processes_of(settings: Settings) -> list[str]:
     return found
 
 
-def test_a_second_up_says_who_holds_the_home(settings: Settings, start: Callable[[], Up]) -> None:
-    first = start()
-    url = first.until("server")["data"]["url"]  # type: ignore[index]
-    error = start().until("error")["error"]
-    assert isinstance(error, dict) and error["code"] == "home_held"
-    assert f"pid {first.process.pid}" in error["message"] and url in error["message"] and "since" in error["message"]
+def test_a_second_up_says_who_holds_the_home(house: Ups) -> None:
+    first = house.running()
+    error = house.start().until("error")["error"]
+    assert error["code"] == "home_held" and "since" in error["message"]
+    assert f"pid {first.process.pid}" in error["message"] and first.server["url"] in error["message"]
 
 
-def test_a_killed_server_and_a_killed_node_are_started_again(settings: Settings, start: Callable[[], Up]) -> None:
-    up = start()
-    first = up.until("server")["data"]
-    assert isinstance(first, dict)
+def test_a_killed_server_and_a_killed_node_are_started_again(house: Ups) -> None:
+    up = house.running()
+    first = up.server
     os.kill(first["pid"], signal.SIGKILL)
     assert "killed by SIGKILL" in str(up.until("restart")["message"])
     second = up.until("server")["data"]
-    assert isinstance(second, dict)
     assert second["pid"] != first["pid"] and second["url"] == first["url"], "the address survives a restart"
-    node = holder(settings.paths.node_lock)
+    node = holder(house.settings.paths.node_lock)
     assert node is not None
     os.kill(node.pid, signal.SIGKILL)
     up.until("restart")
-    assert up.until("node")["data"]["pid"] != node.pid  # type: ignore[index]
+    assert up.until("node")["data"]["pid"] != node.pid
 
 
-def test_a_killed_up_leaves_both_and_the_next_adopts_them(settings: Settings, start: Callable[[], Up]) -> None:
-    first = start()
-    facts = first.until("server")["data"]
+def test_a_killed_up_leaves_both_and_the_next_adopts_them(house: Ups) -> None:
+    first = house.running()
     first.end(signal.SIGKILL)
-    server, node = holder(settings.paths.server_lock), holder(settings.paths.node_lock)
+    server, node = (holder(lock) for lock in (house.settings.paths.server_lock, house.settings.paths.node_lock))
     assert server is not None and node is not None
-    second = start()
+    second = house.start()
     assert second.until("node")["data"] == {"pid": node.pid, "adopted": True}
-    adopted = second.until("server")["data"]
-    assert isinstance(adopted, dict) and isinstance(facts, dict)
-    assert adopted["adopted"] is True and adopted["pid"] == server.pid and adopted["url"] == facts["url"]
+    second.until("server")
+    assert second.server == {"pid": server.pid, "url": first.server["url"], "adopted": True}
     assert second.end() == 0
     assert not server.alive() and not node.alive()
 
@@ -203,16 +247,16 @@ def test_in_the_background_and_down(settings: Settings) -> None:
     assert stop(settings) is False
 
 
-def test_down_works_without_an_up(settings: Settings, start: Callable[[], Up]) -> None:
-    up = start()
-    up.until("server")
-    up.end(signal.SIGKILL)
-    assert stop(settings) is True
-    assert stop(settings) is False
+def test_down_works_without_an_up(house: Ups) -> None:
+    house.running().end(signal.SIGKILL)
+    assert stop(house.settings) is True
+    assert stop(house.settings) is False
 
 
 SAVES = """
-import signal, sys, time
+import os, signal, sys, time
+if os.environ["OVERNIGHT_ATTEMPT"] != "1":
+    sys.exit()
 def save(number, frame):
     time.sleep(3)  # longer than the node itself takes to stop, shorter than the grace
     sys.exit(75)
