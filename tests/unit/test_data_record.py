@@ -70,7 +70,7 @@ def test_one_attempt_records_everything_once(tmp_path: Path, world_size: int) ->
 
 def test_the_record_holds_the_indices_that_came_out(tmp_path: Path) -> None:
     run_attempt(tmp_path, 1, 0, 5, world_size=2)
-    record = read_record(tmp_path / "attempts/0001/samples/rank-1.bin")
+    record = read_record(tmp_path / "attempts/0001/samples/rank-1.1.bin")
     expected = list(make_loader(1, 2).micro_batches(0, 0))
     assert [entry.indices.tolist() for entry in record.entries[: len(expected)]] == [
         batch.indices.tolist() for batch in expected
@@ -100,10 +100,13 @@ def test_a_start_from_nothing_forgets_what_was_before(tmp_path: Path) -> None:
     assert audit(tmp_path) == WHOLE
 
 
-def test_generations_append_to_one_file(tmp_path: Path) -> None:
+def test_a_start_that_was_cut_off_may_go_on_writing(tmp_path: Path) -> None:
     run_attempt(tmp_path, 1, 0, 6)
+    zombie = SampleRecord(tmp_path / "attempts/0001", rank=0, world_size=1, attempt=1)
     run_attempt(tmp_path, 1, 4, 12, generation=2, parent="step-4.attempt-1.1")
-    assert read_record(tmp_path / "attempts/0001/samples/rank-0.bin").tokens == [(1, 1), (1, 2)]
+    for step, batch in enumerate(make_loader().micro_batches(0, 0)):
+        zombie.append(6 + step, batch)
+    zombie.close()
     assert audit(tmp_path) == WHOLE
 
 
@@ -133,7 +136,7 @@ def test_a_missing_end_is_seen_only_in_a_finished_trial(tmp_path: Path) -> None:
 
 def test_a_missing_rank_is_seen(tmp_path: Path) -> None:
     run_attempt(tmp_path, 1, 0, 12, world_size=2)
-    (tmp_path / "attempts/0001/samples/rank-1.bin").unlink()
+    (tmp_path / "attempts/0001/samples/rank-1.1.bin").unlink()
     assert audit(tmp_path).skipped == 72
 
 
@@ -294,7 +297,7 @@ def test_a_full_disk_is_an_error_with_a_way_out_and_loses_nothing(
 
 def test_a_place_that_cannot_hold_a_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
-    with pytest.raises(DataError, match=r"rank-0\.bin cannot be written"):
+    with pytest.raises(DataError, match=r"rank-0\.1\.bin cannot be written"):
         SampleRecord(tmp_path, rank=0, world_size=1, attempt=1)
 
 

@@ -150,7 +150,7 @@ def test_a_break_is_no_loss_but_a_loss_beside_it_is(micro_batch: int) -> None:
         counted = audit(run.trial_dir)
         kept = 20 + 12 + 4 * (micro_batch == 4) + 40
         assert (counted.expected, counted.recorded, counted.repeated, counted.skipped) == (kept, kept, 0, 0), stop
-    damaged = run._attempt_dir / "samples" / "rank-0.bin"
+    damaged = run._attempt_dir / "samples" / "rank-0.1.bin"
     damaged.write_bytes(damaged.read_bytes()[:-40])
     assert audit(run.trial_dir).skipped > 0
 

@@ -168,7 +168,7 @@ WHOLE = Audit(expected=96, recorded=96, repeated=0, skipped=0, updates=8)
 
 def test_what_peers_consumed_counts_once(tmp_path: Path) -> None:
     record(tmp_path)
-    ranks = [read_record(tmp_path / f"attempts/0001/samples/rank-{rank}.bin") for rank in range(4)]
+    ranks = [read_record(tmp_path / f"attempts/0001/samples/rank-{rank}.1.bin") for rank in range(4)]
     assert [{entry.data_rank for entry in one.entries} for one in ranks] == [{0}, {0}, {1}, {1}]
     assert audit(tmp_path) == WHOLE
 

@@ -1,6 +1,6 @@
 """Which samples every update really consumed, as evidence that a trial repeated none and skipped none.
 
-Each rank appends to ``<attempt>/samples/rank-R.bin`` what was handed to its training loop: the step, the place in the
+Each rank writes to ``<attempt>/samples/rank-R.G.bin`` what was handed to its training loop: the step, the place in the
 order and the data set indices themselves. The indices are written, not recomputed from the seed, because a record that
 repeats the loader's own arithmetic could not contradict it.
 
@@ -38,14 +38,14 @@ class SampleRecord:
         rank: Global rank.
         world_size: Number of ranks.
         attempt: Number of the attempt.
-        generation: Start of the ranks in it. A later one appends to the same file.
+        generation: Start of the ranks in it. Each has its own file, since one that was cut off may go on writing.
 
     Raises:
         DataError: The file cannot be opened.
     """
 
     def __init__(self, attempt_dir: Path, *, rank: int, world_size: int, attempt: int, generation: int = 1) -> None:
-        self.path = attempt_dir / FOLDER / f"rank-{rank}.bin"
+        self.path = attempt_dir / FOLDER / f"rank-{rank}.{generation}.bin"
         self._loader_ids: dict[str, int] = {}
         with self._explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
