@@ -7,13 +7,17 @@ written: who sees another claim withdraws. Requests that fail for the moment are
 
 import contextlib
 import os
+import threading
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from overnight.core.errors import BadInputError, SetupError
 from overnight.trainer.checkpoint.multipart import Upload, abort, uploads_below
 from overnight.trainer.checkpoint.place import CheckpointName, Place, is_base, partials
 from overnight.trainer.checkpoint.retry import Patience
+
+T = TypeVar("T")
 
 MANIFEST_NAME = "manifest.json"
 _EXTRAS = {"s3": "overnight[s3]", "s3a": "overnight[s3]"}
@@ -34,6 +38,24 @@ class RemotePlace(Place):
         self.url = url.rstrip("/")
         self.files = files
         self._root = root.rstrip("/")
+        # Drivers that are not async have one connection, and its answers go astray or are waited for without end when
+        # two threads ask at once.
+        self._turn: contextlib.AbstractContextManager[object] = (
+            contextlib.nullcontext() if getattr(files, "async_impl", False) else threading.RLock()
+        )
+
+    def call(self, request: Callable[[], T]) -> T:
+        """What a request to the file system returns, patiently, and one at a time where the driver needs that.
+
+        Raises:
+            Exception: Whatever the driver raises, once patience is over.
+        """
+
+        def in_turn() -> T:
+            with self._turn:
+                return request()
+
+        return self.patience.call(in_turn)
 
     def full(self, path: str) -> str:
         """The path as the file system wants it; ``..`` is resolved here, stores do not."""
@@ -61,7 +83,7 @@ class RemotePlace(Place):
             return cast(list[dict[str, Any]], self.files.ls(path, detail=True))
 
         try:
-            found = self.patience.call(ask)
+            found = self.call(ask)
         except (FileNotFoundError, NotADirectoryError):
             return []
         named = [(str(info["name"]).rstrip("/"), info) for info in found]
@@ -70,17 +92,17 @@ class RemotePlace(Place):
 
     def read(self, path: str) -> bytes:
         """A whole file."""
-        return cast(bytes, self.patience.call(lambda: self.files.cat_file(self.full(path))))
+        return cast(bytes, self.call(lambda: self.files.cat_file(self.full(path))))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset`` on, in one request; fewer at the end of the file."""
         end = offset + length
-        return cast(bytes, self.patience.call(lambda: self.files.cat_file(self.full(path), start=offset, end=end)))
+        return cast(bytes, self.call(lambda: self.files.cat_file(self.full(path), start=offset, end=end)))
 
     def write(self, path: str, data: bytes) -> None:
         """Puts an object, which readers see whole or not at all; makes the folder around it where the store has any."""
         self.make_folder(path)
-        self.patience.call(lambda: self.files.pipe_file(self.full(path), data))
+        self.call(lambda: self.files.pipe_file(self.full(path), data))
 
     def make_folder(self, path: str) -> None:
         """Makes the folder around a file, where the store has folders."""
@@ -88,7 +110,7 @@ class RemotePlace(Place):
         if "/" not in parent.strip("/"):
             return  # the bucket, which must be there
         with contextlib.suppress(FileExistsError, PermissionError):  # an object store may refuse: it has no folders
-            self.patience.call(lambda: self.files.makedirs(parent, exist_ok=True))
+            self.call(lambda: self.files.makedirs(parent, exist_ok=True))
 
     def create(self, path: str, data: bytes) -> bool:
         """Writes a file unless it exists or somebody else has announced it.
@@ -121,7 +143,7 @@ class RemotePlace(Place):
                 self.files.pipe_file(self.full(path), data)
 
         try:
-            self.patience.call(create)
+            self.call(create)
             return True
         except FileExistsError:  # perhaps by the first try, whose answer was lost
             return tries > 1 and self.read(path) == data
@@ -131,14 +153,14 @@ class RemotePlace(Place):
         is_checkpoint = CheckpointName.parse(path) is not None
         if is_checkpoint:  # without its manifest it is none any more
             with contextlib.suppress(FileNotFoundError):
-                self.patience.call(lambda: self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}")))
+                self.call(lambda: self.files.rm_file(self.full(f"{path}/{MANIFEST_NAME}")))
 
         def delete() -> None:
             self.files.invalidate_cache()
             self.files.rm(self.full(path), recursive=True)
 
         with contextlib.suppress(FileNotFoundError):
-            self.patience.call(delete)
+            self.call(delete)
         if is_checkpoint or is_base(path):  # there is nothing large elsewhere
             self.abort_uploads(path)
 
@@ -150,11 +172,11 @@ class RemotePlace(Place):
         """Frees what uploads into a folder that broke off have left; nobody may be uploading to it."""
         for upload in self._uploads(folder):
             with contextlib.suppress(FileNotFoundError):
-                self.patience.call(partial(abort, self.files, upload))
+                self.call(partial(abort, self.files, upload))
 
     def _uploads(self, folder: str) -> list[Upload]:
         try:
-            return self.patience.call(lambda: uploads_below(self.files, self.full(folder)))
+            return self.call(lambda: uploads_below(self.files, self.full(folder)))
         except (FileNotFoundError, PermissionError, NotImplementedError):
             return []  # it is a right of its own, and not all that speak S3 know such a list
 

@@ -57,7 +57,7 @@ def _deliver(place: RemotePlace, path: Path, target: str, entry: FileEntry, prog
         place.files.put_file(str(path), place.full(target), callback=Progress())
         verify(place, target, path, entry, progress)
 
-    place.patience.call(once)
+    place.call(once)
 
 
 def verify(place: RemotePlace, target: str, path: Path, entry: FileEntry, progress: Callable[[int], None]) -> None:
