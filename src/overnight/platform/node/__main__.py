@@ -20,6 +20,9 @@ def main() -> int:
         "--ready-fd", type=int, help="go into the background; say on this descriptor how the start went"
     )
     parser.add_argument("--cold", action="store_true", help="start no warm process before the first order")
+    parser.add_argument(
+        "--term-seconds", type=float, default=10.0, help="what ranks that were told to leave have after SIGTERM"
+    )
     options = parser.parse_args()
     if options.ready_fd is not None:
         if os.fork():
@@ -61,6 +64,7 @@ def _serve(options: argparse.Namespace) -> int:
         options.name or socket.gethostname(),
         idle_seconds=options.idle_seconds,
         prewarm=not options.cold,
+        term_seconds=options.term_seconds,
     )
 
     async def run() -> None:

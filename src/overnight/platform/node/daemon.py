@@ -34,7 +34,7 @@ from overnight.platform.node.control import ControlSocket
 from overnight.platform.node.files import read_json
 from overnight.platform.node.held import Held, Registry, Undertaker, kill, take_back_launch, until_gone
 from overnight.platform.node.identity import Identity, boot_id, read_stat
-from overnight.platform.node.launcher import Launched, Launcher, LaunchError
+from overnight.platform.node.launcher import TERM_SECONDS, Launched, Launcher, LaunchError
 from overnight.platform.node.link import Backoff, ServerLink
 from overnight.platform.node.wire import Client, WireError
 from overnight.platform.node.zygotes import Key, WarmPool, is_spare
@@ -62,6 +62,7 @@ class Daemon:
         name: The node's name.
         idle_seconds: Leaves after this long without server and workers.
         prewarm: Start the warm process of this interpreter at once, not with the first order.
+        term_seconds: What ranks have between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Daemon:
         *,
         idle_seconds: float = IDLE_SECONDS,
         prewarm: bool = True,
+        term_seconds: float = TERM_SECONDS,
     ) -> None:
         self._home = home
         self._pool = pool
@@ -81,7 +83,7 @@ class Daemon:
         self._idle_seconds = idle_seconds
         self._wants_prewarm = prewarm
         self._warm = WarmPool(home)
-        self._launcher = Launcher(home, self._warm)
+        self._launcher = Launcher(home, self._warm, term_seconds=term_seconds)
         self._registry = Registry(home)
         self._undertaker = Undertaker(self._orphans)
         self._held: dict[str, Held] = {}

@@ -18,6 +18,7 @@ from overnight.platform.node.files import write_json
 from overnight.platform.node.zygotes import ColdError, Key, WarmPool, ZygoteGoneError
 
 MIN_PYTHON = (3, 11)
+TERM_SECONDS = 10.0
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _log = logging.getLogger(__name__)
 
@@ -51,10 +52,12 @@ class Launcher:
     Args:
         home: Layout of the home.
         warm: The warm processes.
+        term_seconds: What ranks have between SIGTERM and SIGKILL.
     """
 
-    def __init__(self, home: Home, warm: WarmPool) -> None:
+    def __init__(self, home: Home, warm: WarmPool, *, term_seconds: float = TERM_SECONDS) -> None:
         self._home = home
+        self._term_seconds = term_seconds
         self._warm = warm
         self._versions: dict[tuple[str, int], tuple[int, ...] | None] = {}
         self.heartbeat_seconds = 5.0
@@ -116,6 +119,7 @@ class Launcher:
             "socket": str(self.socket_path(order.attempt_id)),
             "imports": "" if plan.python in (None, sys.executable) else str(self._imports()),
             "heartbeat_seconds": self.heartbeat_seconds,
+            "term_seconds": self._term_seconds,
             "python": sys.executable,
             "folder": str(folder),
         }

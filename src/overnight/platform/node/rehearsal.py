@@ -39,6 +39,7 @@ def rehearse(scratch: str) -> None:
             "socket": f"{name}/s",
             "imports": "",
             "heartbeat_seconds": 5.0,
+            "term_seconds": 10.0,
             "python": sys.executable,
         }
         write_json(folder / "order.json", order)

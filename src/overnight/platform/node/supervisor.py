@@ -36,7 +36,6 @@ from overnight.platform.node.spool import Spool
 from overnight.platform.node.watchdog import Watchdog
 from overnight.platform.node.wire import HttpError, Request, Server, WireError
 
-TERM_SECONDS = 10.0
 PEER_SECONDS = 5.0
 FLUSH_SECONDS = 5.0
 TICK_SECONDS = 0.1
@@ -52,7 +51,8 @@ def main(handover: dict[str, Any], seat: Seat | None = None) -> NoReturn:
 
     Args:
         handover: ``dir`` (the attempt's folder), ``token`` (of ``launch.lock``), ``socket`` (path), ``imports``
-            (folder for ``PYTHONPATH`` or empty), ``heartbeat_seconds``, ``python`` (default interpreter).
+            (folder for ``PYTHONPATH`` or empty), ``heartbeat_seconds``, ``term_seconds`` (from SIGTERM to SIGKILL),
+            ``python`` (default interpreter).
         seat: A rank forked in advance; None on a cold start.
     """
     status = 1
@@ -106,6 +106,7 @@ class Supervisor:
         self._printed = PrintedObjective(self._logs.path(0), order.get("objective") if 0 in order["ranks"] else None)
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
+        self._term_seconds = float(handover["term_seconds"])
         self._changed = asyncio.Event()
         self._servers = ((Server(self._on_request), self._places.unix), (Server(self._on_mlflow), self._places.tcp))
         self._link = ServerLink(Path(order["server_file"]), Path(order["token_file"]))
@@ -332,7 +333,7 @@ class Supervisor:
         if self._killed is None:
             print(f"overnight: the spool cannot be written, the attempt ends: {error}", file=sys.stderr)
             self._error = evidence.make_error("SpoolError", f"the attempt's spool cannot be written: {error}")
-            self._end_ranks(0.0, TERM_SECONDS, "spool_failed")
+            self._end_ranks(0.0, self._term_seconds, "spool_failed")
 
     # -- directives and the end
 
@@ -355,12 +356,12 @@ class Supervisor:
             self._gang.signal(getattr(signal, f"SIG{resume['signal']}"))
         elif not self._uses_trainer:
             grace_seconds = 0.0  # nobody there listens to a directive
-        self._end_ranks(grace_seconds, TERM_SECONDS, "grace")
+        self._end_ranks(grace_seconds, self._term_seconds, "grace")
 
     def _on_stale(self) -> None:
         self._killed = "stale"
         self._board.from_here("stop", 0.0, "stale")
-        self._end_ranks(0.0, TERM_SECONDS, "stale")
+        self._end_ranks(0.0, self._term_seconds, "stale")
 
     def _end_ranks(self, grace_seconds: float, term_seconds: float, why: str) -> None:
         """Starts the way to the end: a grace, SIGTERM to the rank leaders, SIGKILL to all."""
