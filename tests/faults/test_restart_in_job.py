@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_lab import wait_for
-from training_lab import check_as_undisturbed, committed, generations, is_alive, logs, losses, ranks, train, warm_lab
+from node_lab import wait_for, warm_lab
+from training_lab import check_as_undisturbed, committed, generations, is_alive, logs, losses, ranks, train
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_lab import wait_for
-from training_lab import check_as_undisturbed, committed, generations, logs, ranks, train, warm_lab
+from node_lab import wait_for, warm_lab
+from training_lab import check_as_undisturbed, committed, generations, logs, ranks, train
 
 NEVER = 1_000_000
 

@@ -1,7 +1,9 @@
 """What the tests of the node work with: a small real server on uvicorn, a daemon in its own process, orders."""
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -247,6 +249,7 @@ class Lab:
 
     def daemon(self, cold: bool = False, **extra: str) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "overnight.platform.node", "--home", str(self.root), "--pool", "cpu:2"]
+        words += ["--term-seconds", "2"]  # who ignores SIGTERM does not heed it in 10 seconds either
         for name, value in extra.items():
             words += [f"--{name.replace('_', '-')}", value]
         words += ["--cold"] if cold or self.python != sys.executable else []
@@ -335,13 +338,23 @@ def lab(python: str = sys.executable) -> Iterator[Lab]:
 
 @contextlib.contextmanager
 def warm_lab(python: str = sys.executable) -> Iterator[Lab]:
-    """A lab for many tests: its daemon's warm process is ready, and nothing that its server heard was out of order."""
-    with lab(python) as made:
-        made.daemon()
-        made.script("print('ready')", "warmup.py")
-        made.server.exit_of(made.run("warmup.py"), 60)
+    """A lab for many tests: its daemon's warm process is ready, and nothing that its server heard was out of order.
+
+    The lab of this interpreter is one for all test files of a session: its warm process takes seconds to start.
+    """
+    with contextlib.nullcontext(_shared_lab()) if python == sys.executable else lab(python) as made:
+        if all(daemon.poll() is not None for daemon in made.daemons):
+            made.daemon()
+            made.server.exit_of(made.run(made.script("print('ready')", "warmup.py")), 120)
         yield made
         assert made.server.problems == []
+
+
+@functools.cache
+def _shared_lab() -> Lab:
+    made = Lab()
+    atexit.register(made.close)
+    return made
 
 
 def bare_python(folder: Path) -> str:

@@ -1,12 +1,10 @@
 """What the tests of restarts and hangs work with: a node, a small exact training, and what must be true of it."""
 
+import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import node_lab
 from node_lab import Lab, wait_for
 
 from overnight.trainer.data.record import audit
@@ -46,16 +44,6 @@ with trainer.run(defaults={"pause": 0.02, "workers": 0, "every": 6}, every=None)
 """
 
 
-@contextmanager
-def warm_lab() -> Iterator[Lab]:
-    """A node whose warm process has started."""
-    with node_lab.lab() as made:
-        made.daemon()
-        made.server.exit_of(made.run(made.script("print('ready')", "ready.py")), 120)
-        yield made
-        assert made.server.problems == []
-
-
 def train(lab: Lab, body: str = "pass", name: str = "train.py", **fields: Any) -> str:
     return str(lab.run(lab.script(TRAIN.replace("BODY", body), name), **fields))
 
@@ -84,14 +72,20 @@ def logs(lab: Lab, attempt: str, num_ranks: int = 2) -> str:
     return "\n".join(lab.log(attempt, rank) for rank in range(num_ranks))
 
 
+@functools.cache
+def undisturbed(lab: Lab, num_ranks: int) -> dict[str, Any]:
+    """The end of a run that nobody touches."""
+    whole = train(lab, name="whole.py", num_ranks=num_ranks, params={"pause": 0.0})
+    assert lab.server.exit_of(whole, 60)["exit_codes"] == [0] * num_ranks, logs(lab, whole, num_ranks)
+    return final(lab, whole)
+
+
 def check_as_undisturbed(lab: Lab, attempt: str, num_ranks: int) -> dict[str, Any]:
     """The attempt went through, its weights are those of a run that nobody touched, every sample counts once."""
     report: dict[str, Any] = lab.server.exit_of(attempt, 60)
     assert report["exit_codes"] == [0] * num_ranks, logs(lab, attempt, num_ranks)
     assert (report["killed"], report["error"]) == (None, None)
-    whole = train(lab, name="whole.py", num_ranks=num_ranks, params={"pause": 0.0})
-    assert lab.server.exit_of(whole, 60)["exit_codes"] == [0] * num_ranks, logs(lab, whole, num_ranks)
-    assert final(lab, attempt) == final(lab, whole)
+    assert final(lab, attempt) == undisturbed(lab, num_ranks)
     counted = audit(lab.home.trial_dir(f"tri-{attempt[4:]}"))
     assert (counted.repeated, counted.skipped, counted.recorded) == (0, 0, UPDATES * BATCH)
     return report
