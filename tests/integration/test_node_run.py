@@ -33,8 +33,8 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def fresh() -> Iterator[Lab]:
-    with node_lab.lab() as made:
+def fresh(tmp_path: Path) -> Iterator[Lab]:
+    with node_lab.lab(node_lab.bare_python(tmp_path / "venv")) as made:
         yield made
 
 
@@ -321,16 +321,12 @@ def test_a_changed_package_makes_the_warm_process_leave(fresh: Lab) -> None:
 
 
 def test_an_interpreter_without_torch_is_warm_and_names_what_is_missing(fresh: Lab, tmp_path: Path) -> None:
-    import venv
-
-    venv.create(tmp_path / "venv", symlinks=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
     fresh.daemon()
     fresh.script("import sys; print(sys.prefix); import overnight; import torch\n")
-    attempt_id = fresh.run("train.py", python=python)
+    attempt_id = fresh.run("train.py")
     report = fresh.server.exit_of(attempt_id, 30)
     assert fresh.server.events(attempt_id, "started")[0]["data"]["warm"] is True
     assert str(tmp_path / "venv") in fresh.log(attempt_id)
     assert (report["error"]["type"], report["error"]["message"]) == ("ModuleNotFoundError", "No module named 'torch'")
-    cold = fresh.run("train.py", python=python, preload=False)
+    cold = fresh.run("train.py", preload=False)
     assert fresh.server.exit_of(cold, 30)["error"]["message"] == "No module named 'torch'"
