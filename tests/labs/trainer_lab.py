@@ -10,7 +10,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -19,6 +18,7 @@ import torch._dynamo
 import torch.distributed.checkpoint
 
 import overnight.trainer.execution  # noqa: F401
+from overnight.platform.node.places import free_port
 
 
 def child(order: dict, rank: int, port: int) -> int:
@@ -55,9 +55,7 @@ def main() -> None:
     print(json.dumps({"threads": threading.active_count()}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         pids = []
         for rank in range(order["ranks"]):
             if (pid := os.fork()) == 0:

@@ -5,10 +5,14 @@ Standard library only: runs in the user's interpreter too.
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+FIRST_PORT = 10_000
+NUM_TRIES = 20
 
 
 @dataclass
@@ -53,7 +57,17 @@ class Places:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
+    """A TCP port that nobody listens on just now.
+
+    If there is one, it is below those that the system hands out to whoever asks for any: such a one may be taken before
+    the rank that shall listen on it has started.
+    """
+    first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(FIRST_PORT, first_handed_out)
+    for port in random.SystemRandom().sample(ports, min(NUM_TRIES, len(ports))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
