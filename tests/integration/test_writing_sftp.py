@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sftp_lab import running_sftp
+from sftp_lab import Sftp, running_sftp
 from waiting import LIMIT_SECONDS, wait_for
 from writing_lab import Memory, client_of, committed, finish, name_of, order
 
@@ -21,10 +21,15 @@ from overnight.trainer.checkpoint.sweep import mark, sweep
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def server(tmp_path: Path) -> Iterator[Sftp]:
     (tmp_path / "served").mkdir()
-    with running_sftp(tmp_path / "served") as url:
-        yield open_place(f"{url}/trial/checkpoints")
+    with running_sftp(tmp_path / "served") as running:
+        yield running
+
+
+@pytest.fixture
+def place(server: Sftp) -> Place:
+    return open_place(f"{server.url}/trial/checkpoints")
 
 
 @pytest.fixture
@@ -67,6 +72,17 @@ def test_many_threads_ask_one_connection(place: Place) -> None:
     for thread in threads:
         thread.join(LIMIT_SECONDS)
     assert errors == [] and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_connection_that_is_lost_is_made_anew(server: Sftp, place: Place, tmp_path: Path) -> None:
+    memory = Memory({"w": torch.randn(1000)})
+    with client_of(place, tmp_path) as client:
+        for number in (1, 2):
+            change(memory)
+            ticket = finish(client, client.submit(order(number, number, memory), memory))
+            assert ticket.committed and ticket.num_tries == 1
+            server.drop()
+    assert committed(place) == ["step-1.attempt-1.1", "step-2.attempt-1.1"], "the reader's was dropped too"
 
 
 def test_fences_pins_and_the_janitor_work_there_too(place: Place, tmp_path: Path) -> None:

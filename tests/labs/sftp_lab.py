@@ -92,32 +92,52 @@ class Login(paramiko.ServerInterface):
         return paramiko.OPEN_SUCCEEDED
 
 
-def _accept(listener: socket.socket, root: Path, key: paramiko.PKey, transports: list[paramiko.Transport]) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        transport = paramiko.Transport(connection)
-        transports.append(transport)
-        transport.add_server_key(key)
-        transport.set_subsystem_handler("sftp", SFTPServer, Folder)
-        transport.start_server(event=threading.Event(), server=Login(root))
+class Sftp:
+    """The server.
+
+    Attributes:
+        url: Of its folder, with name and password.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._key = paramiko.ECDSAKey.generate()
+        self._transports: list[paramiko.Transport] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+        self.url = f"sftp://{USER}:{PASSWORD}@127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            transport = paramiko.Transport(connection)
+            self._transports.append(transport)
+            transport.add_server_key(self._key)
+            transport.set_subsystem_handler("sftp", SFTPServer, Folder)
+            transport.start_server(event=threading.Event(), server=Login(self._root))
+
+    def drop(self) -> None:
+        """Closes all connections, as a server does with idle ones; new ones are welcome."""
+        while self._transports:
+            self._transports.pop().close()
+
+    def stop(self) -> None:
+        """Ends the server."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        self.drop()
 
 
 @contextmanager
-def running_sftp(root: Path) -> Iterator[str]:
-    """A server of a folder; its URL, with name and password."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    transports: list[paramiko.Transport] = []
-    key = paramiko.ECDSAKey.generate()
-    thread = threading.Thread(target=_accept, args=(listener, root, key, transports), daemon=True)
-    thread.start()
+def running_sftp(root: Path) -> Iterator[Sftp]:
+    """A server of a folder."""
+    server = Sftp(root)
     try:
-        yield f"sftp://{USER}:{PASSWORD}@127.0.0.1:{listener.getsockname()[1]}"
+        yield server
     finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join()
-        for transport in transports:
-            transport.close()
+        server.stop()

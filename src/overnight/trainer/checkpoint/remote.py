@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from overnight.core.errors import BadInputError, SetupError
 from overnight.trainer.checkpoint.multipart import Upload, abort, uploads_below
 from overnight.trainer.checkpoint.place import CheckpointName, Place, is_base, partials
-from overnight.trainer.checkpoint.retry import Patience
+from overnight.trainer.checkpoint.retry import Patience, is_transient
 
 T = TypeVar("T")
 
@@ -38,24 +38,33 @@ class RemotePlace(Place):
         self.url = url.rstrip("/")
         self.files = files
         self._root = root.rstrip("/")
-        # Drivers that are not async have one connection, and its answers go astray or are waited for without end when
-        # two threads ask at once.
-        self._turn: contextlib.AbstractContextManager[object] = (
-            contextlib.nullcontext() if getattr(files, "async_impl", False) else threading.RLock()
-        )
+        self._has_one_connection = not getattr(files, "async_impl", False)
+        self._turn = threading.RLock()
 
     def call(self, request: Callable[[], T]) -> T:
-        """What a request to the file system returns, patiently, and one at a time where the driver needs that.
+        """What a request to the file system returns, patiently.
+
+        Drivers that are not async have one connection. Its answers go astray, or are waited for without end, if two
+        threads ask at once; and once it is lost nobody but us makes another.
 
         Raises:
             Exception: Whatever the driver raises, once patience is over.
         """
+        return self.patience.call(partial(self._in_turn, request) if self._has_one_connection else request)
 
-        def in_turn() -> T:
-            with self._turn:
+    def _in_turn(self, request: Callable[[], T]) -> T:
+        with self._turn:
+            try:
                 return request()
+            except Exception as error:
+                if is_transient(error):
+                    self._connect_anew()
+                raise
 
-        return self.patience.call(in_turn)
+    def _connect_anew(self) -> None:
+        with contextlib.suppress(Exception):  # the next try is another chance
+            options = {**self.files.storage_options, "skip_instance_cache": True}
+            self.files = type(self.files)(*self.files.storage_args, **options)
 
     def full(self, path: str) -> str:
         """The path as the file system wants it; ``..`` is resolved here, stores do not."""
