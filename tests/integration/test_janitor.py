@@ -21,21 +21,26 @@ T = TypeVar("T")
 KEEP_ONE = Retention(keep=1).to_json()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RunningServer]:
-    with RunningServer(tmp_path / "home", OVERNIGHT_LEASE_SECONDS="300", OVERNIGHT_JANITOR_SECONDS="0.3") as running:
-        yield running
-
-
 class Lab:
     """A server, its scripted node, and trials with places."""
 
     def __init__(self, server: RunningServer) -> None:
         self.server = server
-        self.client = server.client
-        self.node = ScriptedNode(self.client)
-        self.node.hello()
+        self.node = ScriptedNode(server.client)
         self.number = 0
+
+    @property
+    def client(self) -> httpx.Client:
+        """A client of the server, wherever that listens by now."""
+        return self.server.client
+
+    def go_on(self) -> None:
+        """Has a server that knows the node, whatever the test before did to it."""
+        assert self.server.process is not None
+        if self.server.process.poll() is not None:
+            self.server.start()
+        self.node.client = self.client
+        self.node.hello()
 
     def submit(self, experiment: str = "digits", **config: Any) -> str:
         """Queues a trial; its id."""
@@ -70,19 +75,27 @@ class Lab:
     def place(self, trial_id: str) -> LocalPlace:
         return LocalPlace(self.server.home.checkpoints(trial_id))
 
-    def deletions(self, trial_id: str | None = None) -> list[dict[str, Any]]:
-        """The record, oldest first."""
-        query = {"limit": "1000"} | ({"trial": trial_id} if trial_id else {})
-        items = self.client.get("/v1/events", params=query).json()["items"]
+    def deletions(self, trial_id: str) -> list[dict[str, Any]]:
+        """The trial's record, oldest first."""
+        items = self.client.get("/v1/events", params={"limit": "1000", "trial": trial_id}).json()["items"]
         return [item for item in items if item["kind"] == "checkpoint.deleted"]
 
     def prune(self, trial_id: str, **body: Any) -> httpx.Response:
         return self.client.post(f"/v1/trials/{trial_id}/checkpoints/prune", json=body, timeout=60)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    home = tmp_path_factory.mktemp("janitor") / "home"
+    with RunningServer(home, OVERNIGHT_LEASE_SECONDS="300", OVERNIGHT_JANITOR_SECONDS="0.3") as server:
+        yield Lab(server)
+
+
 @pytest.fixture
-def lab(server: RunningServer) -> Lab:
-    return Lab(server)
+def lab(shared: Lab) -> Lab:
+    """The lab of all tests, in which none leaves an attempt at work."""
+    shared.go_on()
+    return shared
 
 
 def forked(place: LocalPlace) -> None:
@@ -189,21 +202,23 @@ def test_a_quota_takes_the_oldest_but_neither_the_best_nor_the_last_good_of_a_tr
         for number, loss in enumerate((0.5, 0.1, 0.7), 1):
             lay(place, number, num_bytes=30_000, metrics={"loss": loss}, retention=best)
 
-    quota = {"checkpoint_quota_bytes": 140_000}
-    first = lab.ran(fill, **quota)
-    second = lab.ran(fill, **quota)
-    wait_for(lambda: len(lab.deletions()) == 2, "the quota holds")
+    def ran(quota_bytes: int, fill: Callable[[LocalPlace], object] = fill) -> str:
+        return lab.ran(fill, experiment="quota", checkpoint_quota_bytes=quota_bytes)
+
+    first, second = ran(140_000), ran(140_000)
+    deletions = lambda: lab.deletions(first) + lab.deletions(second)  # noqa: E731
+    wait_for(lambda: len(deletions()) == 2, "the quota holds")
     assert steps(lab.place(first)) == [(1, 2), (1, 3)]
     assert steps(lab.place(second)) == [(1, 2), (1, 3)]
-    assert "quota is 140 kB" in lab.deletions()[0]["cause"]
-    third = lab.ran(fill, checkpoint_quota_bytes=1)
+    assert "quota is 140 kB" in deletions()[0]["cause"]
+    third = ran(1)
     wait_for(
         lambda: all(steps(lab.place(trial_id)) == [(1, 3)] for trial_id in (first, second, third)),
         "only the last good one of each trial is left",
     )
     kinds = lambda: [e["kind"] for e in lab.client.get("/v1/events?limit=1000").json()["items"]]  # noqa: E731
     wait_for(lambda: "experiment.over_quota" in kinds(), "it is told that the quota cannot hold")
-    lab.ran(lambda place: None, checkpoint_quota_bytes=10**9)
+    ran(10**9, lambda place: None)
     wait_for(lambda: "experiment.within_quota" in kinds(), "it is told that it holds again")
     assert kinds().count("experiment.over_quota") == 1
 
@@ -253,7 +268,7 @@ def test_pruning_through_the_api(lab: Lab) -> None:
     lab.node.exit(attempt_id)
     rehearsed = wait_for(lambda: ok(lab.prune(running, keep=1, dry_run=True)), "the lease is clean")
     assert [d["entry"] for d in rehearsed["deleted"]] == ["step-10.attempt-1.1", "step-20.attempt-1.1"]
-    assert len(steps(place)) == 3 and lab.deletions() == []
+    assert len(steps(place)) == 3 and lab.deletions(running) == []
     assert lab.prune(running, entries=["step-30.attempt-1.1"]).status_code == 409
     assert lab.prune(running, entries=["step-99.attempt-1.1"]).status_code == 404
     assert lab.prune(running, entries=["../../x"]).status_code == 404
@@ -271,8 +286,10 @@ def ok(response: httpx.Response) -> dict[str, Any] | None:
 
 
 def test_a_trial_that_never_ran_has_an_empty_place(lab: Lab) -> None:
-    lab.begin(lab.submit(compute={"gpus": 4}))
+    attempt_id = lab.begin(lab.submit(compute={"gpus": 4}))
     other = lab.submit()
     answer = lab.client.get(f"/v1/trials/{other}/checkpoints").json()
     assert answer["items"] == [] and answer["place"].endswith(f"{other}/checkpoints")
     assert ok(lab.prune(other)) == {"place": answer["place"], "dry_run": False, "deleted": []}
+    assert ok(lab.client.post(f"/v1/trials/{other}/cancel", json={}))
+    lab.node.exit(attempt_id)

@@ -105,6 +105,8 @@ class RunningServer:
     def client(self) -> httpx.Client:
         """A client with the token, at the present address."""
         if self._client is None or str(self._client.base_url).rstrip("/") != self.url:
+            if self._client is not None:
+                self._client.close()
             headers = {"Authorization": f"Bearer {self.token}"}
             self._client = httpx.Client(base_url=self.url, headers=headers, timeout=70.0, trust_env=False)
         return self._client
