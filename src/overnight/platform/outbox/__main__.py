@@ -11,11 +11,16 @@ import sys
 import threading
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from overnight.core.clock import SystemClock
+from overnight.core.clock import Clock, SystemClock
 from overnight.core.errors import HomeHeldError, OvernightError, UnavailableError
 from overnight.core.settings import Settings, build_settings
 from overnight.platform.identity import LockFile
+
+if TYPE_CHECKING:
+    from overnight.platform.outbox.projector import Projector
+    from overnight.store.engine import Store
 
 log = logging.getLogger("overnight.outbox")
 
@@ -87,29 +92,45 @@ def _lock(settings: Settings, stop: threading.Event) -> LockFile | None:
 
 
 def _serve(settings: Settings, stop: threading.Event) -> None:
-    quiet_mlflow(os.environ)
-    os.chdir(settings.home)  # mlflow makes a folder for artifacts where it is
-    # Late, since mlflow reads the environment when it is imported.
-    from overnight.platform.outbox.projector import Projector
     from overnight.store.engine import Store
-    from overnight.store.tracking import Tracker, prepare_database
 
     clock = SystemClock()
-    uri = settings.effective_mlflow_uri
-    artifacts = None if uri.startswith(("http:", "https:", "databricks")) else settings.home / "artifacts"
-    if settings.mlflow_uri is None:
-        prepare_database(settings.home / "mlflow.db")
     with Store.open(settings.effective_store_url, clock, migrate=False) as store:
-        projector = Projector(store, Tracker(uri, artifacts), clock)
+        projector: Projector | None = None
         pause = 0.0
         while not stop.is_set():
             try:
-                projector.round()
+                if projector is None and _is_needed(store):
+                    projector = _projector(settings, store, clock)
+                if projector is not None:
+                    projector.round()
                 pause = 0.0
             except UnavailableError as error:
                 pause = min(max(FIRST_PAUSE_SECONDS, pause * 2), MAX_PAUSE_SECONDS)
                 log.warning("trying again in %g s: %s", pause, error)
             stop.wait(pause or POLL_SECONDS)
+
+
+def _is_needed(store: "Store") -> bool:
+    """Whether there is anything to tell: before that, nobody pays the seconds and the 200 MB that mlflow costs."""
+    from overnight.store import outbox
+
+    with store.read() as conn:
+        return outbox.lag(conn) > 0
+
+
+def _projector(settings: Settings, store: "Store", clock: Clock) -> "Projector":
+    quiet_mlflow(os.environ)
+    os.chdir(settings.home)  # mlflow makes a folder for artifacts where it is
+    # Late, since mlflow reads the environment when it is imported.
+    from overnight.platform.outbox.projector import Projector
+    from overnight.store.tracking import Tracker, prepare_database
+
+    uri = settings.effective_mlflow_uri
+    artifacts = None if uri.startswith(("http:", "https:", "databricks")) else settings.home / "artifacts"
+    if settings.mlflow_uri is None:
+        prepare_database(settings.home / "mlflow.db")
+    return Projector(store, Tracker(uri, artifacts), clock)
 
 
 if __name__ == "__main__":
