@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from waiting import LIMIT_SECONDS
 
 from overnight.trainer.checkpoint.fence import claim
@@ -20,26 +19,33 @@ from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.writing.client import Ticket, WriterClient
 from overnight.trainer.checkpoint.writing.order import Author, Piece, SaveOrder
 
+if TYPE_CHECKING:
+    import torch
+
 STRIKER = Path(__file__).with_name("writing_strike.py")
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def raw(tensor: "torch.Tensor") -> bytes:
     """The bytes of a tensor in C order."""
+    import torch
+
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
 class Memory:
     """Staging memory with some tensors in it."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], number: int = 1) -> None:
+    def __init__(self, tensors: "dict[str, torch.Tensor | bytes]", number: int = 1) -> None:
         self.number = number
         self.pieces: list[Piece] = []
         data = bytearray()
         for key, tensor in tensors.items():
             data += bytes(-len(data) % 64)
-            content = raw(tensor)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self.pieces.append(Piece(key, dtype, tuple(tensor.shape), len(data), len(content)))
+            if isinstance(tensor, bytes):  # a process that is started for a moment need not import torch
+                content, dtype, shape = tensor, "uint8", (len(tensor),)
+            else:
+                content, dtype, shape = raw(tensor), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            self.pieces.append(Piece(key, dtype, shape, len(data), len(content)))
             data += content
         self.size = max(mmap.PAGESIZE, len(data))
         self._descriptor = os.memfd_create("lab")
@@ -124,7 +130,7 @@ def run_rank(arguments: Sequence[str]) -> "subprocess.Popen[str]":
 
 def _rank(root: str) -> None:
     """A trainer that starts a writer process, gives it work, and then hangs until it is killed."""
-    memory = Memory({"w": torch.arange(1000.0)})
+    memory = Memory({"w": bytes(4000)})
     place = LocalPlace(Path(root))
     with client_of(place, Path(root).parent) as client:
         ticket = finish(client, client.submit(order(1, 1, memory), memory))
