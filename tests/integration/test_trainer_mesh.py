@@ -15,7 +15,7 @@ from overnight.trainer.data.record import Audit, audit
 
 SCRIPT = Path(__file__).with_name("trainer_mesh.py")
 KILL, YIELD = int(signal.SIGKILL), int(signal.SIGTERM)
-WHOLE = Audit(expected=144, recorded=144, repeated=0, skipped=0, updates=18)
+WHOLE = Audit(expected=96, recorded=96, repeated=0, skipped=0, updates=12)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_peers_are_given_the_same_and_draw_the_same(undisturbed: Path) -> None:
     assert audit(undisturbed) == WHOLE
     first, second = given(undisturbed, 0, 0), given(undisturbed, 1, 0)
     assert given(undisturbed, 0, 1) == first and given(undisturbed, 1, 1) == second
-    assert sorted(first) == list(range(1, 19))
+    assert sorted(first) == list(range(1, 13))
     for step in first:
         indices = [index for rank in (first, second) for values in rank[step] for index in values[0]]
         assert len(set(indices)) == 8
@@ -90,7 +90,7 @@ def test_a_killed_peer_costs_and_repeats_no_sample(lab: Lab, undisturbed: Path, 
 
 
 def test_another_mesh_goes_on_with_the_same_samples(lab: Lab, undisturbed: Path, tmp_path: Path) -> None:
-    for dp, tp, step in ((2, 2, 5), (4, 1, 9), (1, 2, 14)):
+    for dp, tp, step in ((2, 2, 3), (4, 1, 7), (1, 2, 10)):
         codes = train(lab, tmp_path, dp, tp, DISTURB=disturb(step, 0, YIELD))
         assert codes == [75] * dp * tp, failure(tmp_path)
         if dp == 4:
@@ -118,7 +118,7 @@ def test_sums_count_peers_once(lab: Lab, supervisor: Supervisor, tmp_path: Path)
         "WORKERS": "1",
     }
     assert train(lab, tmp_path, 2, 2, **env) == [0] * 4, failure(tmp_path)
-    assert [row[2] for row in supervisor.rows if row[0] == "samples"] == [4.0] * 36
+    assert [row[2] for row in supervisor.rows if row[0] == "samples"] == [4.0] * 24
     assert [body["values"] for body in supervisor.of("/v1/report")] == [{"samples": 2.0}, {"rank": 3.0}]
     assert audit(tmp_path / "trial") == WHOLE
 

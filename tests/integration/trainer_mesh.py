@@ -48,7 +48,7 @@ def main() -> None:
         )
         name = "-".join(map(str, mesh.get_coordinate()))
         log = (run.trial_dir / f"rank-{name}.jsonl").open("a")
-        for indices, inputs in run.batches(loader, epochs=3):
+        for indices, inputs in run.batches(loader, epochs=2):
             drawn = torch.rand(()).item()  # as dropout would
             if disturb and (disturb["step"], disturb["rank"]) == (run.step, run.rank):
                 os.kill(os.getpid(), disturb["signal"])

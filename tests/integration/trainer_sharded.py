@@ -64,7 +64,7 @@ def report(name: str, run: trainer.Run, net: nn.Module, optimizer: torch.optim.O
 
 
 def main() -> None:
-    with trainer.run(defaults={"steps": 9}, every=3, seed=3) as run:
+    with trainer.run(defaults={"steps": 7}, every=3, seed=3) as run:
         torch.manual_seed(5)
         net = Net()
         ema = torch.optim.swa_utils.AveragedModel(copy.deepcopy(net) if run.world_size == 1 else net)
@@ -73,6 +73,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, foreach=os.environ.get("BUILD") != "hybrid")
         generator = torch.Generator().manual_seed(run.rank)
         run.track(net=net, optimizer=optimizer, ema=ema, generator=generator)
+        leaving = os.environ.get("LEAVE")
         if run.resumed:
             report(f"resumed-{run.world_size}", run, net, optimizer, ema)
         data = [torch.arange(3 * i, 3 * i + 4) % 11 for i in range(48)]
@@ -90,9 +91,10 @@ def main() -> None:
             ema.update_parameters(net)
             draws.write(json.dumps([run.step, run.world_size, torch.rand(1, generator=generator).item()]) + "\n")
             draws.flush()
-            if str(run.step) == os.environ.get("LEAVE") and run.rank == run.world_size - 1:
+            if str(run.step) == leaving and run.rank == run.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            report("values", run, net, optimizer, ema)
+            if run.step >= int(leaving or run.params["steps"]):
+                report("values", run, net, optimizer, ema)
 
 
 main()
