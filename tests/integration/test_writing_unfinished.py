@@ -42,7 +42,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @pytest.fixture
 def place(store: Store) -> RemotePlace:
-    return store.place(f"trial-{next(NUMBERS)}/checkpoints")
+    return store.place(f"unfinished-{next(NUMBERS)}/checkpoints")  # servers of one process share their buckets
 
 
 @pytest.fixture
