@@ -41,7 +41,7 @@ print("DONE")
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Any]:
     with node_lab.lab() as made:
-        made.daemon()
+        made.daemon(cold=True)  # nothing here needs torch
         yield made
 
 
