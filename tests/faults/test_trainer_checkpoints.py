@@ -153,6 +153,18 @@ def test_nothing_usable_is_loud_and_lists_the_reasons(two: LocalPlace) -> None:
         newest_good(two, lambda _: None)
 
 
+def test_what_comes_and_goes_during_the_search_is_seen(two: LocalPlace) -> None:
+    """A start that was cut off, and has no successor yet, saves and tidies while the next one reads."""
+    ten, twenty = two.checkpoints()
+    damage_flip(two.path(twenty) / "__0_0.distcp")
+
+    def go_on(_: str) -> None:
+        save(two, 30)
+        two.remove(str(ten))
+
+    assert step_of(newest_good(two, go_on)) == 30
+
+
 def test_foreign_files_are_loud(place: LocalPlace) -> None:
     """C4."""
     place.root.mkdir()

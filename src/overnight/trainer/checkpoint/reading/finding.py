@@ -150,15 +150,23 @@ def _first_good(
     reader: Reader,
     complaints: Callable[[str], None],
 ) -> T | None:
-    """Tries the checkpoints of the newest lineage in turn, on all ranks at once."""
+    """Tries the checkpoints of the newest lineage in turn, on all ranks at once.
+
+    Whatever fails, the place is looked at anew: a start that was only cut off may have published meanwhile, and deleted
+    what was read.
+    """
     say = complaints if reader.rank == 0 else _say_nothing
-    listing: Listing = reader.gather(together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
-    reasons: list[str] = []
-    for name in listing.names:
+    reasons: dict[CheckpointName, str] = {}
+    while True:
+        listing: Listing = reader.gather(together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
+        name = next((name for name in listing.names if name not in reasons), None)
+        if name is None:
+            _require_nothing(place, [f"{name}: {reason}" for name, reason in reasons.items()], listing.foreign)
+            return None
         try:
             found = together(reader, functools.partial(look, name, listing.fences))
         except CorruptCheckpointError as error:
-            reasons.append(f"{name}: {error.message}")
+            reasons[name] = error.message
             say(f"passed over {name}: {error.message}")
             continue
         for step, line in listing.stale:
@@ -167,8 +175,6 @@ def _first_good(
         if listing.foreign:
             say(f"{place} holds other files too: {', '.join(listing.foreign[:5])}; they were left alone")
         return found
-    _require_nothing(place, reasons, listing.foreign)
-    return None
 
 
 def _list(place: Place) -> Listing:
