@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -22,13 +22,19 @@ class Persistent:
     def __init__(self, server: RunningServer, over: threading.Event) -> None:
         self.server = server
         self.over = over
+        self.client = httpx.Client(trust_env=False, timeout=10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
 
     def send(self, method: str, path: str, body: Any) -> Any:
         while not self.over.is_set():
             try:
-                with httpx.Client(base_url=self.server.url, trust_env=False, timeout=10) as client:
-                    headers = {"Authorization": f"Bearer {self.server.token}"}
-                    answer = client.request(method, path, content=json.dumps(body), headers=headers)
+                headers = {"Authorization": f"Bearer {self.server.token}"}
+                answer = self.client.request(method, self.server.url + path, content=json.dumps(body), headers=headers)
                 if answer.status_code < 500:
                     assert answer.status_code == 200, answer.text
                     return answer.json()
@@ -59,24 +65,24 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled(tmp_path: Path) -> 
         node.start(attempt)
 
         def submit(writer: int) -> None:
-            sender = Persistent(server, over)
-            for i in range(100_000):
-                answer = sender.send("POST", "/v1/proposals", proposal(f"{writer}-{i}"))
-                if answer is None:
-                    return
-                acknowledged[f"{writer}-{i}"] = answer["trials"][0]["id"]
+            with Persistent(server, over) as sender:
+                for i in range(100_000):
+                    answer = sender.send("POST", "/v1/proposals", proposal(f"{writer}-{i}"))
+                    if answer is None:
+                        return
+                    acknowledged[f"{writer}-{i}"] = answer["trials"][0]["id"]
 
         def report() -> None:
-            sender = Persistent(server, over)
-            for step in range(1, 100_000):
-                event = {"seq": step + 1, "kind": "metrics", "generation": 1, "at": 1.0}
-                event["data"] = {"rows": [["loss", step, float(step), 1.0]]}
-                post = {"counter": step, "generation": 1, "events": [event]}
-                answer = sender.send("POST", f"/v1/attempts/{attempt}/spool", post)
-                if answer is None:
-                    return
-                assert answer["acked"] == step + 1
-                acked_steps[0] = step
+            with Persistent(server, over) as sender:
+                for step in range(1, 100_000):
+                    event = {"seq": step + 1, "kind": "metrics", "generation": 1, "at": 1.0}
+                    event["data"] = {"rows": [["loss", step, float(step), 1.0]]}
+                    post = {"counter": step, "generation": 1, "events": [event]}
+                    answer = sender.send("POST", f"/v1/attempts/{attempt}/spool", post)
+                    if answer is None:
+                        return
+                    assert answer["acked"] == step + 1
+                    acked_steps[0] = step
 
         def guarded(work: Any, *arguments: Any) -> None:
             try:
