@@ -225,7 +225,10 @@ class Run:
             self._link.send("/v1/error", describe(late, self.step))
             raise
         finally:
-            self._close(error)
+            try:
+                self._close(error)
+            finally:
+                self._owner.end()
 
     def _close(self, error: BaseException | None) -> None:
         clean = isinstance(error, Left) or is_success(error)
@@ -338,6 +341,7 @@ class Run:
             BadInputError: A value is no single number, a name is empty or longer than 250 characters, or no such rule.
             RanksDisagreeError: At a later boundary, on all ranks: some rank did not log what the others did.
         """
+        self._owner.require_running()
         self._telling.log({**(values or {}), **more_values}, reduce)
 
     def report(self, values: Values = None, /, *, reduce: Reduce = "mean", **more_values: Any) -> None:
