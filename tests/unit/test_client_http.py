@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -403,6 +404,14 @@ def test_code_is_sent_once(client, server):
     assert [(r["method"], r["body"]) for r in server.seen] == [("HEAD", b""), ("PUT", b"tar")]
     server.answer = lambda request: (200, b"")
     client.upload_code("a" * 64, lambda: pytest.fail("read although the server has it"))
+
+
+@pytest.mark.parametrize(("url", "asked"), [("http://127.0.0.1:1", False), ("https://127.0.0.1:1", True)])
+def test_certificates_are_read_where_one_will_be_shown(tmp_path, monkeypatch, url, asked):
+    read = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *args, **kwargs: read.append(args))
+    with Client(Settings(home=tmp_path, server=url, token="x" * 43)):
+        assert bool(read) is asked
 
 
 def test_a_proxy_of_the_environment_does_not_catch_loopback(home, server, monkeypatch):
