@@ -11,9 +11,15 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import xxhash
 
 from overnight.core.errors import FencedError, SaveFailedError
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, fence_name
+
+_HASH = "xxh3_128"
+"""Of the rest: one altered letter must not move a fork, nor make all checkpoints those of another place."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def claim(
         "fresh": fresh,
         "place": identity,
     }
-    if not place.create(fence_name(token), json.dumps(body).encode()):
+    if not place.create(fence_name(token), json.dumps(body | {_HASH: _hash_of(body)}).encode()):
         raise FencedError(
             f"attempt {token.attempt}, generation {token.generation} has already been started in {place}",
             hint="Each start needs a token of its own; two processes of one attempt would overwrite each other.",
@@ -134,11 +140,17 @@ def _identity(fences: Mapping[Token, Fence]) -> str:
 def _read(place: Place, token: Token) -> Fence:
     try:
         body = json.loads(place.read(fence_name(token)))
+        if body.pop(_HASH, None) not in (None, _hash_of(body)):  # fences of earlier versions have none
+            return Fence(token, readable=False)
         parent = CheckpointName.parse(body["parent"]) if body["parent"] is not None else None
         if body["parent"] is not None and parent is None:
             return Fence(token, readable=False)
         return Fence(token, parent, bool(body.get("fresh", False)), str(body.get("place", "")))
     except (ConnectionError, TimeoutError):  # a store that is away: nothing is known of the fence, not even damage
         raise
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Fence(token, readable=False)
+
+
+def _hash_of(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())

@@ -116,5 +116,5 @@ def index_from_bytes(data: bytes) -> Index:
     """
     try:
         return index_from_json(json.loads(data)["tensors"])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CorruptCheckpointError(f"{INDEX} cannot be read: {type(error).__name__}: {error}") from None

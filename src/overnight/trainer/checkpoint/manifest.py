@@ -147,7 +147,7 @@ class Manifest:
         """The file's content: a body and its hash."""
         body = {name: getattr(self, name) for name in self.__dataclass_fields__}
         body["files"] = {name: entry.to_json() for name, entry in self.files.items()}
-        return json.dumps({"body": body, "xxh3_128": _hash_body(body)}).encode()
+        return json.dumps({"body": body, "xxh3_128": hash_of_body(body)}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
@@ -159,7 +159,7 @@ class Manifest:
         try:
             outer = json.loads(data)
             body = outer["body"]
-            if outer["xxh3_128"] != _hash_body(body):
+            if outer["xxh3_128"] != hash_of_body(body):
                 raise CorruptCheckpointError(f"{MANIFEST} does not match its own hash")
             if body["format"] != FORMAT:
                 raise CorruptCheckpointError(
@@ -167,11 +167,12 @@ class Manifest:
                 )
             files = {name: FileEntry.from_json(entry) for name, entry in body.pop("files").items()}
             return cls(**body, files=files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _hash_body(body: Mapping[str, Any]) -> str:
+def hash_of_body(body: Mapping[str, Any]) -> str:
+    """The hash of itself that a manifest carries."""
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 

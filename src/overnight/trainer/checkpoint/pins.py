@@ -126,7 +126,7 @@ def read_pins(place: Place) -> list[Pin]:
         except OSError:
             content = b""
         body: Any = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             body = json.loads(content)
         body = body if isinstance(body, dict) else {}
         process = body.get("process")

@@ -97,5 +97,5 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
                 file.readinto(memory)
                 tensors[key] = shaped(memory, dtype, shape)
             return tensors
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{path} is no whole safetensors file: {error}") from None

@@ -73,5 +73,5 @@ def read_objects(source: Source, files: Mapping[str, FileEntry], rank: int) -> S
     try:
         body = json.loads(read_verified(source, files, name))
         return SavedObjects(body["objects"], frozenset(body["private"]), rank)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
