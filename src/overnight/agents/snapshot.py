@@ -103,6 +103,7 @@ def take(
     include: Sequence[str] = (),
     links: Iterable[str] = (),
     required: Sequence[str] = (),
+    without: Path | None = None,
     cache: Path | None = None,
     now: Callable[[], float] = time.time,
 ) -> Snapshot:
@@ -114,6 +115,7 @@ def take(
             the path from the root (``**`` spans folders). Default: :data:`DEFAULT_INCLUDE`.
         links: Names below ``root`` that each run sees as symlinks to where they are now.
         required: Names below ``root`` that must be in, whatever the patterns say (the script itself).
+        without: Folder that is no code, wherever it lies: overnight's home, which holds all earlier snapshots.
         cache: Folder that remembers hashes by (path, size, mtime).
         now: Wall clock in seconds, to tell fresh files.
 
@@ -122,7 +124,7 @@ def take(
     """
     root = root.resolve()
     targets = _links(root, links)
-    names = _select(_candidates(root), include or DEFAULT_INCLUDE, strict=bool(include))
+    names = _select(_outside(root, without, _candidates(root)), include or DEFAULT_INCLUDE, strict=bool(include))
     names |= {_inside(root, name) for name in required}
     names = {name for name in names if not any(PurePosixPath(name).is_relative_to(link) for link in targets)}
     files = tuple(_file(root, name) for name in sorted(names))
@@ -171,6 +173,14 @@ def _links(root: Path, names: Iterable[str]) -> dict[str, str]:
 def _candidates(root: Path) -> list[str]:
     names = _git_files(root)
     return names if names is not None else list(_walk(root))
+
+
+def _outside(root: Path, folder: Path | None, names: Iterable[str]) -> list[str]:
+    """The names that do not lie in a folder, which may be anywhere."""
+    if folder is None or not (folder := folder.resolve()).is_relative_to(root) or folder == root:
+        return list(names)
+    below = f"{folder.relative_to(root).as_posix()}/"
+    return [name for name in names if not name.startswith(below)]
 
 
 def _git(root: Path, *words: str) -> str | None:

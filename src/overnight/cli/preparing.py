@@ -179,7 +179,12 @@ def prepare(
     python = find_python(overrides.python or spec.python, Path.cwd() if overrides.python else root)
     required = _check_run(run, root, python)
     taken = snapshot.take(
-        root, include=spec.include, links=spec.links, required=required, cache=settings.home / "cache" / "snapshots"
+        root,
+        include=spec.include,
+        links=spec.links,
+        required=required,
+        without=settings.home,
+        cache=settings.home / "cache" / "snapshots",
     )
     config = spec.config(
         python=python, workdir=str(root), code=taken.digest, code_links=taken.links, env=_captured(spec, env, taken)
