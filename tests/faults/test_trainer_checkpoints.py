@@ -173,6 +173,16 @@ def test_foreign_files_are_loud(place: LocalPlace) -> None:
         newest_good(place)
 
 
+def test_names_of_foreign_files_reach_the_terminal_harmlessly(
+    two: LocalPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T1."""
+    (two.root / "\x1b[31mred\x07").touch()
+    assert step_of(newest_good(two)) == 20
+    said = capsys.readouterr().err
+    assert "holds other files too" in said and "red" in said and "\x1b" not in said and "\x07" not in said
+
+
 def test_a_kill_in_the_first_save_is_a_fresh_start(place: LocalPlace) -> None:
     claim(place, Token(1), None)
     (place.partial(CheckpointName(5, Token(1)))).mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from overnight.core.errors import CorruptCheckpointError, NoUsableCheckpointError, OvernightError, from_dict
+from overnight.core.text import sanitize
 from overnight.trainer.checkpoint.fence import Fence, is_foreign, read_fences
 from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, open_place
@@ -29,7 +30,7 @@ Gather = Callable[[Any], Sequence[Any]]
 
 def complain(text: str) -> None:
     """Tells the person who reads the run's output."""
-    print(f"overnight: {text}", file=sys.stderr, flush=True)
+    print(f"overnight: {sanitize(text)}", file=sys.stderr, flush=True)  # names of files may hold anything
 
 
 @dataclass(frozen=True)
