@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from house_lab import PRINTED, House, running_house, wait_for
+from house_lab import DEADLINE_SECONDS, PRINTED, House, running_house, wait_for
 
 from overnight.core.enums import TrialState
 from overnight.core.states import END_STATES
@@ -18,6 +18,7 @@ from overnight.platform.up import HEALTHY_SECONDS
 
 WORKERS, PLATFORM = ("rank", "supervisor"), ("node", "zygote", "server")
 NUM_CONFIGS = 4
+SECONDS_PER_TRIAL = 8.0
 PLAIN_HITS = 2
 """A script that saves nothing makes no progress that counts, and its backoff grows fast: it is hit no more often."""
 
@@ -94,7 +95,7 @@ def play(root: Path, *, seed: int, num_trials: int, shares: Shares) -> None:
         wait_for(lambda: any(t.state is TrialState.RUNNING for t in house.client.trials(limit=500).items), "it runs")
         while killer.pending and not all(t.state in END_STATES for t in house.client.trials(limit=500).items):
             killer.strike()
-        trials = house.completed([plain, *trained])
+        trials = house.completed([plain, *trained], seconds=DEADLINE_SECONDS + SECONDS_PER_TRIAL * num_trials)
         assert not killer.pending, f"the trials ended too soon: {killer.pending} not killed"
         assert sum(trial.attempts_made - 1 for trial in trials) >= shares.workers, (
             f"too little interrupted by {killer.done}"
