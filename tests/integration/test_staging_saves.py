@@ -115,6 +115,18 @@ def no_file_above(num_bytes: int, pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_save_at_the_first_boundary_is_written_while_an_update_lasts() -> None:
+    training = Training(width=1500)  # staged when the boundary is over
+    with trainer.run(every=None) as run:
+        training.track(run)
+        for number, _ in enumerate(run.steps(2)):
+            training.update()
+            if number == 0:
+                run.save()
+            else:
+                wait_for(partial(saved_steps, run), "the writer has worked without the loop")
+
+
 def test_a_handle_tells_how_far_its_save_is() -> None:
     training = Training()
     with trainer.run(every=None) as run:

@@ -233,6 +233,22 @@ def test_orders_from_another_thread_survive_it_and_the_process(
         assert finish(client, tickets[0]).committed and tickets[0].num_tries == 1
 
 
+def test_a_thread_that_may_start_no_process_does_not_wait_for_one(
+    place: LocalPlace, memory: Memory, tmp_path: Path
+) -> None:
+    """It would keep the one that may from the client, and from the interpreter too."""
+    with client_of(place, tmp_path) as client:
+        os.kill(client.pid or 0, signal.SIGSTOP)
+        ticket = client.submit(order(1, 1, memory), memory)
+        os.kill(client.pid or 0, signal.SIGKILL)
+        found: list[tuple[bool, bool]] = []
+        thread = threading.Thread(target=lambda: found.append((client.wait(ticket, 600), client.is_down)), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert found == [(False, True)]
+        assert finish(client, ticket).committed and not client.is_down
+
+
 def test_closing_leaves_nothing_behind(place: LocalPlace, memory: Memory, tmp_path: Path) -> None:
     before = descriptors()
     with client_of(place, tmp_path) as client:

@@ -211,14 +211,18 @@ class Pipeline:
 
     def _follow(self, saving: Saving, ticket: Ticket) -> None:
         """Runs in a thread of its own: the loop looks between two updates only, and one may last for minutes."""
-        while not ticket.done:
-            with self._lock:
-                if self._closed:
-                    return
-                self._writer.wait(ticket, _FOLLOW_SECONDS)
-            time.sleep(0)  # whoever else wants the lock goes first
+        while not ticket.done and not self._closed:
+            self._listen(ticket, _FOLLOW_SECONDS)
         if ticket.committed:
             self.on_commit(saving)
+
+    def _listen(self, ticket: Ticket, seconds: float) -> None:
+        """Waits a while for what the writer says; without its lock if the loop has to start it again."""
+        with self._lock:
+            if not self._closed:
+                self._writer.wait(ticket, seconds)
+            is_down = self._writer.is_down
+        time.sleep(_FOLLOW_SECONDS if is_down else 0)  # whoever else wants the lock goes first
 
     def poll(self) -> None:
         """Looks what has become of the saves under way."""
@@ -297,8 +301,7 @@ class Pipeline:
             if not saving.delivered.wait(left):
                 continue
             if saving.ticket is not None and not saving.done:
-                with self._lock:
-                    self._writer.wait(saving.ticket, left)
+                self._listen(saving.ticket, left)
 
     def close(self, seconds: float) -> None:
         """Gives the saves under way so much time, then ends the writer process and the copies. Safe to call twice."""

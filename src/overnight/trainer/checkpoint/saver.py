@@ -95,7 +95,9 @@ class Saver:
         Raises:
             SaveFailedError: Something in a state cannot be saved. Nothing was written.
         """
-        self._is_prepared = True
+        if not self._is_prepared:
+            self._is_prepared = True
+            self.pipeline.start_writer()
         if pending := self.pending_gradients():
             moment = replace(moment, internal={**moment.internal, GRADIENTS: pending})
         return self.pipeline.begin(moment, self._states(), self._objects())

@@ -185,6 +185,11 @@ class WriterClient:
         """Of the process, None if none runs."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def is_down(self) -> bool:
+        """Whether there are orders, but no process: the thread that may start one has to :meth:`poll`."""
+        return self._process is None and bool(self._jobs)
+
     def start(self) -> None:
         """Spawns the process and returns at once. Submitting does it too."""
         self._home = threading.get_ident()
@@ -323,7 +328,7 @@ class WriterClient:
         """Waits until a ticket is done; :meth:`poll` returns it still.
 
         Returns:
-            False if it is not after that many seconds.
+            False if it is not after that many seconds, or at once if another thread has to start the process.
         """
         deadline = None if seconds is None else self._clock() + seconds
         while True:
@@ -331,12 +336,11 @@ class WriterClient:
             if ticket.done:
                 return True
             left = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, deadline - self._clock())
-            if left <= 0:
+            if left <= 0 or self._process is None:
                 return False
-            if self._process is not None:
-                poller = select.poll()  # unlike select(), it takes descriptors above 1023
-                poller.register(self._process.channel, select.POLLIN)
-                poller.poll(1000 * left)
+            poller = select.poll()  # unlike select(), it takes descriptors above 1023
+            poller.register(self._process.channel, select.POLLIN)
+            poller.poll(1000 * left)
 
     def close(self, seconds: float = 5.0) -> None:
         """Ends the process: orderly if it is idle, else by SIGKILL; leaves no zombie. May be called twice."""
