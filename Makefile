@@ -23,7 +23,7 @@ demo: setup  ## run the main job: a sweep through faults, on four fake GPUs
 	@$(BIN)/overnight demo
 
 test: setup  ## run all tests (PostgreSQL tests need its binaries; see CONTRIBUTING.md)
-	$(BIN)/python -m pytest -m "not soak and not gpu" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not soak and not gpu" -n 4 --dist loadfile --no-loadscope-reorder
 
 check: setup  ## lint, types, import rules, migrations
 	$(BIN)/ruff check src tests examples benchmarks
