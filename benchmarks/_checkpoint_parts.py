@@ -98,10 +98,10 @@ class Training:
 
 
 @contextlib.contextmanager
-def run_in(folder: Path) -> Iterator[trainer.Run]:
+def run_in(folder: Path, keep: int = 1) -> Iterator[trainer.Run]:
     """A run without flags and without saves of its own, in a folder."""
     sys.argv = [sys.argv[0]]
-    with contextlib.chdir(folder), trainer.run(every=None, keep=1) as run:
+    with contextlib.chdir(folder), trainer.run(every=None, keep=keep) as run:
         yield run
 
 
@@ -367,7 +367,7 @@ def many(size: str, saves: int) -> dict[str, Any]:
 def frozen(size: str, saves: int) -> dict[str, Any]:
     """Bytes of new files per save after the first, over the state, where 99 % of it is frozen."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="overnight-bench-") as name, run_in(Path(name)) as run:
+    with tempfile.TemporaryDirectory(prefix="overnight-bench-") as name, run_in(Path(name), keep=saves + 2) as run:
         training = Training(Size(300, int((SIZES[size].num_bytes / 1200) ** 0.5), 4), frozen_share=0.99)
         run.track(model=training.model, optimizer=training.optimizer)
         total = sum(t.numel() * t.element_size() for t in training.tensors())
