@@ -67,7 +67,7 @@ class Saves:
         self._num_waits = 0
         self._began = False
         self._began_unseen = False
-        self._announced: set[CheckpointName] = set()
+        self._announced: CheckpointName | None = None
         self._announcing = threading.Lock()
         self._pipeline.on_commit = self._announce
 
@@ -164,8 +164,8 @@ class Saves:
         if manifest is None:
             return  # rank 0 tells
         with self._announcing:
-            if manifest.name not in self._announced:
-                self._announced.add(manifest.name)
+            if self._announced is None or self._announced < manifest.name:  # saves are committed in order
+                self._announced = manifest.name
                 uri = self._pipeline.uri(manifest.name)
                 self._link.send("/v1/checkpoint", {"step": manifest.step, "uri": uri, "bytes": saving.num_bytes})
 
