@@ -5,15 +5,14 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow_lab import MlflowDatabase
 from sweep_lab import Lab
+from waiting import wait_for
 
 from overnight.core.enums import Outcome, TrialState
 from overnight.store import metrics, outbox
@@ -26,6 +25,7 @@ pytestmark = [
 S = TrialState
 NUM_TRIALS = 16
 NUM_KILLS = 2
+PATIENCE_SECONDS = 150.0
 
 
 @pytest.fixture
@@ -60,13 +60,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     assert process.stdin is not None
     process.stdin.close()
-
-
-def wait(condition: Callable[[], Any], seconds: float = 150) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
 
 
 def lag(lab: Lab) -> int:
@@ -108,11 +101,11 @@ def test_killed_at_random_moments_the_next_one_takes_over_and_everything_is_told
     active, standby = start(lab), start(lab)
     for _ in range(NUM_KILLS):
         goal = progress(mlflow) + source.randint(50, 400)
-        wait(lambda goal=goal: progress(mlflow) >= goal)
+        wait_for(lambda goal=goal: progress(mlflow) >= goal, f"{goal} are told", PATIENCE_SECONDS)
         assert lag(lab) > 0, "killed too late to prove anything"
         kill(active)
         active, standby = standby, start(lab)
-    wait(lambda: lag(lab) == 0)
+    wait_for(lambda: lag(lab) == 0, "everything is told", PATIENCE_SECONDS)
     assert leave(standby) == 0  # it never got the lock, and ends with its server all the same
     active.send_signal(signal.SIGTERM)
     assert active.wait(20) == 0
@@ -132,11 +125,11 @@ def test_killed_while_it_makes_the_database_the_next_one_makes_it_again(lab: Lab
     trial = lab.propose({"number": 1})
     draft = lab.home / "mlflow.db.draft"
     process = start(lab)
-    wait(lambda: draft.exists() and draft.stat().st_size > 0)
+    wait_for(lambda: draft.exists() and draft.stat().st_size > 0, "the database is begun", PATIENCE_SECONDS)
     kill(process)
     assert not (lab.home / "mlflow.db").exists()
     process = start(lab)
-    wait(lambda: lag(lab) == 0)
+    wait_for(lambda: lag(lab) == 0, "everything is told", PATIENCE_SECONDS)
     assert leave(process) == 0
     assert set(MlflowDatabase(lab.home / "mlflow.db").runs()) == {trial}
     assert list(lab.home.glob("mlflow.db.draft*")) == []

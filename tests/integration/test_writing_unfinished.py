@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_lab import Store, running_store
+from store_lab import Store, lent, running_store
 from waiting import wait_for
 from writing_lab import Memory, client_of, committed, finish, name_of, order
 
@@ -34,10 +34,8 @@ def server() -> Iterator[Store]:
 
 @pytest.fixture
 def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    for name, value in server.credentials.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.failing = lambda method, path: False
+    with lent(server, monkeypatch.setenv) as store:
+        yield store
 
 
 @pytest.fixture
