@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from place_lab import begin, lay, steps
 
 from overnight.core.errors import BadInputError
+from overnight.trainer.checkpoint.manifest import MANIFEST, load_manifest
 from overnight.trainer.checkpoint.pins import pin
 from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, LocalPlace, Token
 from overnight.trainer.checkpoint.retention import Retention, prune
@@ -95,6 +97,25 @@ def test_unfinished_folders_of_earlier_saves_go_and_no_other(place: LocalPlace) 
         place.partial(name).mkdir()
     prune(place, newest, Retention())
     assert [e for e in place.entries() if e.endswith(PARTIAL)] == sorted(f"{name}{PARTIAL}" for name in (later, theirs))
+
+
+def test_a_copy_under_another_name_takes_no_place_and_stays(place: LocalPlace) -> None:
+    names = [lay(place, step, ME, metrics={"loss": step}) for step in (20, 30, 40)]
+    copies = [CheckpointName(35, ME), CheckpointName(90, ME), CheckpointName(20, ME, save=2)]
+    for copy in copies:
+        shutil.copytree(place.path(names[0]), place.path(copy))
+    assert prune(place, names[-1], Retention(2, best=("loss", "min", 1))) == []
+    assert prune(place, names[-1], Retention(2)) == [names[0]]
+    assert place.checkpoints() == sorted([*names[1:], *copies, CheckpointName(10, OTHER)])
+
+
+def test_a_folder_of_another_place_takes_no_place_and_stays(place: LocalPlace) -> None:
+    *names, copied = [lay(place, step, ME) for step in (20, 30, 40, 35)]
+    for name in (*names, copied):
+        manifest = replace(load_manifest(place, name), place="b" * 32 if name == copied else "a" * 32)
+        (place.path(name) / MANIFEST).write_bytes(manifest.to_bytes())
+    assert prune(place, names[-1], Retention(2)) == [names[0]]
+    assert copied in place.checkpoints()
 
 
 def test_of_equal_values_the_checkpoint_after_the_report_is_the_best(place: LocalPlace) -> None:

@@ -87,6 +87,38 @@ def test_a_fresh_start_that_has_committed_nothing_deletes_nothing(forked: LocalP
     assert steps(forked) == [(3, 5)]
 
 
+def test_a_renamed_folder_is_named_as_foreign_and_is_no_checkpoint_of_the_trial(forked: LocalPlace) -> None:
+    """It would be the newest of all by its name."""
+    lay(forked, 45, Token(2), retention=Retention(keep=2).to_json())
+    renamed = CheckpointName(90, Token(2))
+    shutil.copytree(forked.path(CheckpointName(20, Token(1))), forked.path(renamed))
+    found = survey(forked)
+    row = next(row for row in found.rows if row.name == renamed)
+    assert row.reason == "foreign: its manifest belongs to step-20.attempt-1.1" and not row.is_best
+    assert found.line[0] == found.last_good() == CheckpointName(45, Token(2))
+    assert [row.name.step for row in found.rows if row.reason == "newest 2"] == [35, 45]
+    said: list[str] = []
+    chosen = newest_good(forked, said.append)
+    assert chosen is not None and chosen[0] == CheckpointName(45, Token(2))
+    assert said == ["passed over step-90.attempt-2.1: manifest.json belongs to step-20.attempt-1.1"]
+    tidy(forked)
+    assert steps(forked) == [(2, 35), (2, 45), (2, 90)]
+
+
+def test_a_renamed_folder_hides_nothing_that_the_trial_committed(forked: LocalPlace) -> None:
+    """Attempt 3 went on from attempt 1 and committed nothing; a commit of it would hide attempt 2."""
+    begin(forked, Token(3), CheckpointName(20, Token(1)))
+    best = CheckpointName(35, Token(2))
+    shutil.copytree(forked.path(best), forked.path(CheckpointName(36, Token(3))))
+    assert survey(forked).line[0] == best
+    said: list[str] = []
+    chosen = newest_good(forked, said.append)
+    assert chosen is not None and chosen[0] == best
+    assert not any("stale attempt: 3.1" in line for line in said), said
+    tidy(forked)
+    assert (2, 35) in steps(forked)
+
+
 def test_what_is_pinned_stays_until_it_is_not(forked: LocalPlace) -> None:
     hidden = CheckpointName(40, Token(1))
     with pin(forked, hidden, "evaluation"):

@@ -120,7 +120,7 @@ def prune(
     """Deletes what a token wrote and needs no longer, after ``newest`` was committed and verified.
 
     Only the token's own checkpoints are looked at, and its unfinished folders of earlier saves. ``newest`` stays, as
-    does all that is pinned.
+    does all that is pinned. What was copied in or renamed is left alone, and takes no own checkpoint's place.
 
     Args:
         place: The place.
@@ -138,13 +138,22 @@ def prune(
     own = [name for name in place.checkpoints() if name.token == newest.token]
     if newest not in own:
         return []  # it was taken away: whatever else is there may be the last good one
-    staying = retention.reasons(summarize(place, name) for name in own).keys() | watch.living(place).keys()
-    doomed = [name for name in own if name not in staying and name != newest]
+    known = _genuine([summarize(place, name) for name in own], newest)
+    staying = retention.reasons(known).keys() | watch.living(place).keys()
+    doomed = [summary.name for summary in known if summary.name not in staying and summary.name != newest]
     deleted = [name for name in doomed if discard(place, str(name), partial(_is_pinned, place, name, watch))]
     for entry, name in place.unfinished().items():
         if name is not None and name.token == newest.token and name < newest:
             discard(place, entry)
     return deleted
+
+
+def _genuine(found: Iterable[Summary], newest: CheckpointName) -> list[Summary]:
+    """Those of a token's checkpoints that it wrote itself, here and under this name, as far as can be told."""
+    summaries = list(found)
+    identity = next((summary.place for summary in summaries if summary.name == newest), "")
+    places = {"", identity} if identity else {summary.place for summary in summaries}
+    return [summary for summary in summaries if not summary.is_renamed and summary.place in places]
 
 
 def _is_pinned(place: Place, name: CheckpointName, watch: PinWatch) -> bool:

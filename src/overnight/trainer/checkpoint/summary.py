@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from overnight.trainer.checkpoint.manifest import MANIFEST, hash_of_body
-from overnight.trainer.checkpoint.place import CheckpointName, Place
+from overnight.trainer.checkpoint.place import CheckpointName, Place, Token
 
 _BASE = re.compile(rb"base-[0-9a-f]{32}")
 _known: WeakKeyDictionary[Place, dict[CheckpointName, "Summary"]] = WeakKeyDictionary()
@@ -34,6 +34,7 @@ class Summary:
         world_size: Ranks that wrote it, 0 if unknown.
         retention: The rules of the run that wrote it, as JSON; empty if unknown.
         place: Identity of the place in which it was made; empty if unknown.
+        written_as: The name for which its manifest was written; None if unknown.
     """
 
     name: CheckpointName
@@ -46,6 +47,12 @@ class Summary:
     world_size: int = 0
     retention: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
+    written_as: CheckpointName | None = None
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether it lies under another name than its manifest was written for; nobody goes on from such a folder."""
+        return self.written_as not in (None, self.name)
 
 
 def summarize(place: Place, name: CheckpointName) -> Summary:
@@ -86,7 +93,16 @@ def _read(place: Place, name: CheckpointName) -> Summary:
         world_size=world_size if isinstance(world_size, int) else 0,
         retention=retention if isinstance(retention, dict) else {},
         place=str(body.get("place", "")),
+        written_as=_written_as(body),
     )
+
+
+def _written_as(body: Mapping[str, Any]) -> CheckpointName | None:
+    parts = [body.get("step"), body.get("attempt"), body.get("generation"), body.get("save", 1)]
+    if not all(isinstance(part, int) for part in parts):
+        return None
+    step, attempt, generation, save = map(int, parts)
+    return CheckpointName(step, Token(attempt, generation), save)
 
 
 def _numbers(found: Any) -> dict[str, float]:

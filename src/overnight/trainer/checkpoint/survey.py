@@ -7,10 +7,10 @@ from enum import StrEnum
 from typing import Any
 
 from overnight.core.errors import BadInputError, CorruptCheckpointError
-from overnight.trainer.checkpoint.fence import is_foreign, read_fences
+from overnight.trainer.checkpoint.fence import read_fences
 from overnight.trainer.checkpoint.pins import PinWatch
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token
-from overnight.trainer.checkpoint.reading.finding import FOREIGN
+from overnight.trainer.checkpoint.reading.finding import why_foreign
 from overnight.trainer.checkpoint.reading.lineage import lineage
 from overnight.trainer.checkpoint.reading.source import open_source
 from overnight.trainer.checkpoint.reading.verification import manifest_of, verify
@@ -34,7 +34,7 @@ class Row:
         summary: What its manifest says.
         num_bytes: In its own folder, as it lies there.
         role: ``newest`` of the lineage, further back in it, or hidden by a later start that went on from before it.
-        reason: Why it stays, by the run's rules or since it is another trial's; empty if it does not.
+        reason: Why it stays, by the run's rules or since it is foreign to the trial; empty if it does not.
         is_best: It is among the best by the metric that the run's rules name.
         pinned_by: Who reads it just now, empty if nobody does.
     """
@@ -127,12 +127,12 @@ def survey(place: Place, watch: PinWatch | None = None, keep: int | None = None)
     names = place.checkpoints()
     summaries = {name: summarize(place, name) for name in names}
     fences = read_fences(place)
-    foreign = {name for name in names if is_foreign(fences, name.token, summaries[name].place)}
-    line = tuple(name for name in lineage(place) if name in summaries and name not in foreign)
+    foreign = {name: why for name in names if (why := why_foreign(summaries[name], fences))}
+    line = tuple(name for name in lineage(place, foreign) if name in summaries)
     on_line = [summaries[name] for name in line]
     rules = _rules(on_line, keep)
     reasons = rules.reasons(on_line) if rules else dict.fromkeys(line, "of the lineage")
-    reasons = {**reasons, **dict.fromkeys(foreign, FOREIGN)}
+    reasons = {**reasons, **foreign}
     best = rules.best_of(on_line) if rules else []
     pinned = (watch or PinWatch()).living(place)
     rows = [

@@ -6,7 +6,7 @@ step 0; a store that does not answer is an error too, never a reason to take an 
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +19,7 @@ from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, ope
 from overnight.trainer.checkpoint.reading.lineage import lineage, outrun
 from overnight.trainer.checkpoint.reading.source import Source, answered, open_source
 from overnight.trainer.checkpoint.reading.verification import foreign_files, manifest_of, verify
+from overnight.trainer.checkpoint.summary import Summary, summarize
 
 if TYPE_CHECKING:
     from overnight.trainer.checkpoint.reading.restored import Restored
@@ -145,6 +146,13 @@ def _own_manifest(source: Source, name: CheckpointName, fences: Mapping[Token, F
     return manifest
 
 
+def why_foreign(summary: Summary, fences: Mapping[Token, Fence]) -> str:
+    """Why a folder is none of the trial's checkpoints, whatever it is called; empty if it is one, or may be one."""
+    if summary.is_renamed:
+        return f"foreign: its manifest belongs to {summary.written_as}"
+    return FOREIGN if is_foreign(fences, summary.name.token, summary.place) else ""
+
+
 def _first_good(
     place: Place,
     look: Callable[[CheckpointName, Mapping[Token, Fence]], T],
@@ -159,7 +167,8 @@ def _first_good(
     say = complaints if reader.rank == 0 else _say_nothing
     reasons: dict[CheckpointName, str] = {}
     while True:
-        listing: Listing = reader.gather(together(reader, lambda: _list(place) if reader.rank == 0 else None))[0]
+        own = together(reader, lambda: _list(place, reasons) if reader.rank == 0 else None)
+        listing: Listing = reader.gather(own)[0]
         name = next((name for name in listing.names if name not in reasons), None)
         if name is None:
             _require_nothing(place, [f"{name}: {reason}" for name, reason in reasons.items()], listing.foreign)
@@ -178,17 +187,22 @@ def _first_good(
         return found
 
 
-def _list(place: Place) -> Listing:
+def _list(place: Place, refused: Collection[CheckpointName]) -> Listing:
     """What there is.
+
+    Args:
+        place: The place.
+        refused: What could not be used. What is foreign of it hides nothing of the trial's own.
 
     Raises:
         UnavailableError: The place cannot be listed.
     """
 
     def look() -> Listing:
-        names = tuple(lineage(place))
-        stale = tuple((name.step, f"passed over {name}: {reason}") for name, reason in outrun(place))
         fences = read_fences(place)
+        without = {name for name in refused if why_foreign(summarize(place, name), fences)}
+        names = tuple(lineage(place, without))
+        stale = tuple((name.step, f"passed over {name}: {reason}") for name, reason in outrun(place, without))
         return Listing(names, stale, tuple(place.foreign()) if names or not fences else (), fences)
 
     return answered(str(place), look)

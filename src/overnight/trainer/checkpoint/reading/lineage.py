@@ -4,7 +4,7 @@ Tokens are walked newest first; a token that has committed hides what its ancest
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from overnight.trainer.checkpoint.fence import Fence, read_fences
 from overnight.trainer.checkpoint.place import CheckpointName, Place, Token
@@ -13,18 +13,27 @@ Limit = tuple[int, int] | None
 """Step and save up to which a token's checkpoints count; None: all of them."""
 
 
-def lineage(place: Place) -> Iterator[CheckpointName]:
-    """Published checkpoints from which a new token may go on, best first; their content is not looked at."""
-    by_token = _by_token(place)
+def lineage(place: Place, without: Collection[CheckpointName] = ()) -> Iterator[CheckpointName]:
+    """Published checkpoints from which a new token may go on, best first; their content is not looked at.
+
+    Args:
+        place: The place.
+        without: Folders that are known to be none of the trial's checkpoints: nobody has committed them here.
+    """
+    by_token = _by_token(place, without)
     for token, limit in _line(by_token, read_fences(place)):
         for name in sorted(by_token[token], reverse=True):
             if limit is None or (name.step, name.save) <= limit:
                 yield name
 
 
-def outrun(place: Place) -> Iterator[tuple[CheckpointName, str]]:
-    """Checkpoints of stale attempts, beyond the place at which the newest lineage left theirs, each with the reason."""
-    by_token = _by_token(place)
+def outrun(place: Place, without: Collection[CheckpointName] = ()) -> Iterator[tuple[CheckpointName, str]]:
+    """Checkpoints of stale attempts, beyond the place at which the newest lineage left theirs, each with the reason.
+
+    Args:
+        place, without: As with :func:`lineage`.
+    """
+    by_token = _by_token(place, without)
     fences = read_fences(place)
     line = dict(_line(by_token, fences))
     newest = max(line, default=None)
@@ -37,10 +46,11 @@ def outrun(place: Place) -> Iterator[tuple[CheckpointName, str]]:
                 yield name, f"it is of a stale attempt: {newest} {where}"
 
 
-def _by_token(place: Place) -> Mapping[Token, list[CheckpointName]]:
+def _by_token(place: Place, without: Collection[CheckpointName]) -> Mapping[Token, list[CheckpointName]]:
     by_token: dict[Token, list[CheckpointName]] = defaultdict(list)
     for name in place.checkpoints():
-        by_token[name.token].append(name)
+        if name not in without:
+            by_token[name.token].append(name)
     return by_token
 
 
