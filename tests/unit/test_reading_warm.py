@@ -14,7 +14,8 @@ from overnight.trainer.checkpoint.place import LocalPlace
 from overnight.trainer.checkpoint.reading.finding import ALONE
 from overnight.trainer.checkpoint.safetensors import write_safetensors
 from overnight.trainer.checkpoint.tracked import state_of
-from overnight.trainer.warm import WarmStart, trial_place
+from overnight.trainer.warm import WarmStart
+from overnight.trainer.warm_source import trial_place
 
 Parts = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -158,7 +159,7 @@ def test_damage_leaves_the_live_weights_alone(home: Path) -> None:
         ({"from_trial": "digits-1", "what": "half"}, BadInputError, "neither 'weights' nor 'all'"),
         ({"from_trial": "digits-9"}, NotFoundError, "no trial digits-9"),
         ({"from_trial": "digits-1", "step": 15}, NotFoundError, r"no checkpoint of step 15.*\n.*\[10, 20\]"),
-        ({"path": "/nowhere"}, NotFoundError, "holds no checkpoint"),
+        ({"path": "/nowhere"}, NotFoundError, "cannot begin from /nowhere: there is nothing"),
     ],
 )
 def test_what_cannot_be_says_what_can(home: Path, arguments: Any, error: type, words: str) -> None:

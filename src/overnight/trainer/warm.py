@@ -4,21 +4,19 @@ Unlike a resume, nothing of the other run's position is taken over: step, loops,
 anew. A run that is itself resumed has its state already, so its warm start does nothing.
 """
 
-import json
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from overnight.core.errors import BadInputError, CheckpointError, CorruptCheckpointError, NotFoundError
+from overnight.core.errors import BadInputError, CheckpointError, CorruptCheckpointError
 from overnight.trainer.checkpoint.export import opened
-from overnight.trainer.checkpoint.place import CheckpointName, open_place
-from overnight.trainer.checkpoint.reading.finding import Reader, complain, newest_good, together
-from overnight.trainer.checkpoint.safetensors import read_safetensors
+from overnight.trainer.checkpoint.reading.finding import Reader, complain, together
 from overnight.trainer.checkpoint.tracked import device_for, fit_of, put_back, state_of, unwrap
+from overnight.trainer.warm_source import choose_source, read_file, trial_place
 
 What = Literal["weights", "all"]
 
@@ -78,10 +76,10 @@ class WarmStart:
         if what not in ("weights", "all"):
             raise BadInputError(f"what={what!r} is neither 'weights' nor 'all'", hint="Weights alone, or everything.")
         wanted = self._wanted(what)
-        source = self._agree(from_trial, step, path)
-        if Path(source).is_file():
+        source, is_file = self._agree(from_trial, step, path)
+        if is_file:
             return self._from_file(Path(source), wanted, strict)
-        with opened(source, self.holder) as (restored, _):
+        with _naming(source), opened(source, self.holder) as (restored, _):
             names = [name for name in wanted if name in restored.names]
             self._require(names, source, [name for name in restored.names if not name.startswith("$")])
 
@@ -101,20 +99,15 @@ class WarmStart:
             )
         return wanted
 
-    def _agree(self, from_trial: str | None, step: int | None, path: str | Path | None) -> str:
+    def _agree(self, from_trial: str | None, step: int | None, path: str | Path | None) -> tuple[str, bool]:
         """One source for all ranks, chosen by rank 0: the other trial may be running, and save meanwhile."""
 
-        def choose() -> str | None:
+        def choose() -> tuple[str, bool] | None:
             if self.reader.rank > 0:
                 return None
-            place = str(path) if from_trial is None else trial_place(self.trial_dir, from_trial)
-            if not Path(place).is_file():
-                return choose_checkpoint(place, step)
-            if step is not None:
-                raise BadInputError(f"{place} is a file, which has no step {step}", hint="Leave step= out.")
-            return place
+            return choose_source(str(path) if from_trial is None else trial_place(self.trial_dir, from_trial), step)
 
-        source: str = self.reader.gather(together(self.reader, choose))[0]
+        source: tuple[str, bool] = self.reader.gather(together(self.reader, choose))[0]
         return source
 
     def _from_file(self, file: Path, wanted: Mapping[str, Any], strict: bool) -> list[str]:
@@ -169,114 +162,23 @@ class WarmStart:
         return result
 
 
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Says of which checkpoint the damaged file is."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if source in error.message:
+            raise
+        raise CorruptCheckpointError(
+            f"{source} is damaged: {error.message}", hint=error.hint or "Copy it anew, or begin from another one."
+        ) from error
+
+
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return (one.shape, one.dtype) == (other.shape, other.dtype)
     return type(one) is type(other)
-
-
-def choose_checkpoint(place: str, step: int | None) -> str:
-    """Path or URL of one checkpoint.
-
-    Args:
-        place: A checkpoint, or a place of them.
-        step: Which, if it is a place; the one of the newest token where several have that step.
-
-    Raises:
-        BadInputError: It is a checkpoint of another step.
-        NotFoundError: There is none, or none of that step.
-        NoUsableCheckpointError: There are some, but none that can be used.
-    """
-    if (one := CheckpointName.parse(place.rstrip("/").rpartition("/")[2])) is not None:
-        if step not in (None, one.step):
-            raise BadInputError(f"{place} is not the checkpoint of step {step}", hint="Give its place, or no step=.")
-        return place
-    found = open_place(place)
-    if step is not None:
-        names = [name for name in found.checkpoints() if name.step == step]
-        if not names:
-            steps = sorted({name.step for name in found.checkpoints()})
-            raise NotFoundError(f"{place} holds no checkpoint of step {step}", hint=f"It has steps {steps or 'none'}.")
-        return f"{found}/{names[-1]}"
-    if (newest := newest_good(found)) is None:
-        raise NotFoundError(f"{place} holds no checkpoint", hint="Has that run saved one already?")
-    return f"{found}/{newest[0]}"
-
-
-def trial_place(trial_dir: Path, trial: str) -> str:
-    """The checkpoint place of another trial of the same home.
-
-    The folders of trials are named by their ids; their names stand in the orders of their attempts.
-
-    Args:
-        trial_dir: The folder of this trial.
-        trial: Name or id.
-
-    Raises:
-        NotFoundError: There is no such trial here.
-    """
-    for folder in (trial_dir.parent / trial, *sorted(trial_dir.parent.iterdir())):
-        for order in _orders(folder):
-            if trial in (order.get("trial_id"), order.get("trial_name")):
-                return str(order.get("checkpoints") or folder / "checkpoints")
-    raise NotFoundError(
-        f"there is no trial {trial} beside {trial_dir}",
-        hint="Give the name or id of a trial that ran in this home, or path= with its checkpoints.",
-    )
-
-
-def _orders(folder: Path) -> list[dict[str, Any]]:
-    """Orders of a trial's attempts, newest first."""
-    found = []
-    for path in sorted(folder.glob("attempts/*/order.json"), reverse=True):
-        try:
-            body = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(body, dict):
-            found.append(body)
-    return found
-
-
-def read_file(file: Path) -> Any:
-    """What a ``torch.save`` or safetensors file holds; nothing in it is executed.
-
-    Raises:
-        CorruptCheckpointError: It cannot be read.
-    """
-    try:
-        if file.suffix == ".safetensors":
-            return read_safetensors(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-        _require_sums(file)
-        return content
-    except CorruptCheckpointError:
-        raise
-    except Exception as error:  # torch raises what pickle, zipfile and its own reader do
-        raise CorruptCheckpointError(
-            f"{file} cannot be read: {type(error).__name__}: {str(error)[:300]}",
-            hint="It must be readable with torch.load(weights_only=True): tensors, numbers, strings, lists and dicts.",
-        ) from error
-
-
-def _require_sums(file: Path) -> None:
-    """Compares a file's bytes with its own check sums, which ``torch.load`` does not look at.
-
-    Raises:
-        CorruptCheckpointError: A byte was altered.
-    """
-    if not zipfile.is_zipfile(file):
-        return  # the form before torch 1.6, which has no sums
-    with zipfile.ZipFile(file) as archive:
-        for entry in archive.infolist():
-            if not entry.CRC:
-                continue  # torch.serialization.set_crc32_options(False)
-            try:
-                with archive.open(entry) as stream:
-                    while stream.read(1 << 20):
-                        pass
-            except zipfile.BadZipFile as error:
-                raise CorruptCheckpointError(f"{file} is damaged: {error}", hint="Copy it anew.") from None
 
 
 def matching(content: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
