@@ -17,6 +17,7 @@ from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.staging import gather as gather_module
 from overnight.trainer.checkpoint.staging.arena import Arena
 from overnight.trainer.checkpoint.staging.gather import ALIGNMENT, Gather, write_pieces
+from overnight.trainer.checkpoint.writing.order import LARGE_BYTES
 
 
 def open_files() -> int:
@@ -28,8 +29,11 @@ def shared_kb() -> int:
     return int(status.split("RssShmem:")[1].split()[0])
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 300) | st.just(ALIGNMENT), max_size=40), st.sampled_from([0, ALIGNMENT, 640]))
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 300) | st.just(ALIGNMENT) | st.sampled_from([LARGE_BYTES, LARGE_BYTES + 1]), max_size=40),
+    st.sampled_from([0, ALIGNMENT, 640]),
+)
 def test_every_piece_lies_aligned_and_whole(lengths: list[int], start: int) -> None:
     sources = [np.random.default_rng(i).integers(1, 255, n, dtype=np.uint8) for i, n in enumerate(lengths)]
     gather = Gather(start, lengths)

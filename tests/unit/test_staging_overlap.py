@@ -15,7 +15,7 @@ from torch import nn
 from overnight.trainer.checkpoint.staging.stager import Staged, Stager
 from overnight.trainer.checkpoint.state import encode
 from overnight.trainer.checkpoint.tracked import state_of
-from overnight.trainer.checkpoint.writing.order import Piece
+from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES, Piece
 
 DEADLINE_SECONDS = 20.0
 WIDTH = 64
@@ -390,6 +390,21 @@ def test_tensors_of_every_kind(stager: Stager) -> None:
     staged = begin(stager, {"it": state}).get()
     require_equal(read(staged), before)
     assert sum(piece.key.endswith(("one", "same")) for piece in staged.pieces) == 1
+
+
+def test_large_tensors_begin_at_a_page_whichever_way_they_go(stager: Stager) -> None:
+    model = nn.Sequential(*(nn.Linear(257, size) for size in (3, 257, 5, 263)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sum(layer(torch.randn(2, 257)).sum() for layer in model).backward()
+    optimizer.step()
+    now = {f"{number}": torch.randn(length) for number, length in enumerate((9, 80_000, 7, 70_001))}
+    strided = {"a": torch.randn(1000, 80).t(), "b": torch.randn(9, 9).t(), "c": torch.randn(80, 1000).t()}
+    objects = {"model": model, "optimizer": optimizer, "now": now, "strided": strided}
+    before = values(objects)
+    staged = begin(stager, objects).get()
+    require_equal(read(staged), before)
+    large = [piece for piece in staged.pieces if piece.num_bytes >= LARGE_BYTES]
+    assert len(large) == 4 + 4 and all(piece.offset % PAGE_BYTES == 0 for piece in large)
 
 
 def test_a_state_that_grows_gets_another_arena(stager: Stager) -> None:

@@ -23,7 +23,7 @@ from overnight.trainer.checkpoint.writing.archive import wrap
 from overnight.trainer.checkpoint.writing.content import hash_piece
 from overnight.trainer.checkpoint.writing.datafile import write_tensors
 from overnight.trainer.checkpoint.writing.dcp import metadata
-from overnight.trainer.checkpoint.writing.order import Piece
+from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES, Piece
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
@@ -86,6 +86,16 @@ def everything() -> dict[str, torch.Tensor]:
     tensors |= {f"{dtype} empty": some(dtype, 0, 4) for dtype in DTYPES}
     tensors |= {"large": torch.randn(5 << 20), "größe/ключ": torch.ones(1), "$.a b\n": torch.zeros(2, 1, 1, 3, 1)}
     return tensors | {"just a block": torch.zeros(SEGMENT_BYTES, dtype=torch.uint8), "mib": torch.ones(1 << 18)}
+
+
+def test_large_tensors_begin_at_a_page_of_the_file(everything: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    _, index = write(tmp_path, everything)
+    large = [entry.chunks[0] for entry in index.values() if entry.chunks[0].num_bytes >= LARGE_BYTES]
+    assert len(large) == 3 and all(chunk.offset % PAGE_BYTES == 0 for chunk in large)
+    data = (tmp_path / "__0_0.distcp").read_bytes()
+    for key, entry in index.items():
+        start, length = entry.chunks[0].record
+        assert_same(torch.load(io.BytesIO(data[start : start + length]), weights_only=True), everything[key])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

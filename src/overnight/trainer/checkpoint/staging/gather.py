@@ -15,8 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES
+
 ALIGNMENT = 64
-"""Bytes; where every tensor begins in the arena, as in the files that ``torch.save`` writes."""
+"""Bytes; where every tensor begins in the arena, as in the files that ``torch.save`` writes. Large ones, if they come
+first, begin at a page: so they can go from there to the disk without another copy."""
 
 _MAX_PIECES = 1024
 _ADDRESS, _LENGTH = 0, 1
@@ -26,11 +29,13 @@ _pwritev = _libc.pwritev
 _pwritev.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long]
 _pwritev.restype = ctypes.c_ssize_t
 
-_ZEROS = (ctypes.c_char * ALIGNMENT)()
+_ZEROS = (ctypes.c_char * PAGE_BYTES)()
 
 
 class Gather:
     """Pieces of memory that belong next to each other in a file, each at a multiple of :data:`ALIGNMENT`.
+
+    What is large takes whole pages.
 
     Args:
         start: Where the first one begins in the file.
@@ -44,7 +49,8 @@ class Gather:
 
     def __init__(self, start: int, lengths: Sequence[int] | NDArray[np.int64]) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
-        padded = -(-self.lengths // ALIGNMENT) * ALIGNMENT
+        units = np.where(self.lengths < LARGE_BYTES, ALIGNMENT, PAGE_BYTES)
+        padded = -(-self.lengths // units) * units
         self.offsets = start + np.cumsum(padded) - padded
         self.end = start + int(padded.sum())
         gaps = padded - self.lengths

@@ -9,7 +9,7 @@ import torch
 from overnight.trainer.checkpoint.staging.gather import Gather
 from overnight.trainer.checkpoint.staging.ownership import Memory
 from overnight.trainer.checkpoint.state import Encoded, Leaf
-from overnight.trainer.checkpoint.writing.order import Piece
+from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES, Piece
 
 MIN_LATER_BYTES = 4096
 """Smaller tensors are copied at once: that costs less than watching them."""
@@ -109,8 +109,9 @@ def lay_out(encoded: Encoded, ways: Sequence[Way], signature: Signature, frozen:
     end = 0
     for way in Way:
         indices = [index for index, chosen in enumerate(ways) if chosen is way]
+        indices.sort(key=lambda index: leaves[index].tensor.nbytes < LARGE_BYTES)  # large ones, at pages, come first
         groups.append(Gather(end, [leaves[index].tensor.nbytes for index in indices]))
-        end = groups[-1].end
+        end = -(-groups[-1].end // PAGE_BYTES) * PAGE_BYTES
         order += indices
     offsets = [int(offset) for group in groups for offset in group.offsets]
     pieces = tuple(_piece(leaves[index], offset, frozen) for index, offset in zip(order, offsets, strict=True))

@@ -11,10 +11,7 @@ import xxhash
 
 from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.manifest import SEGMENT_BYTES
-from overnight.trainer.checkpoint.writing.order import Piece
-
-LARGE_BYTES = 1 << 20
-"""Tensors from this size on have segments of their own."""
+from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """One file of tensors: archives one after the other, written once and described while they are written.
 
-What is not the data of a large tensor (archives of small ones, headers, filling) gathers in a buffer and becomes
-a segment of its own, so that 100,000 scalars cost some dozens of writes.
+The data of large tensors are written as they lie in memory, and begin at a page of the file. All else (archives of
+small ones, headers, filling) gathers in a buffer and becomes a segment of its own, so that 100,000 scalars cost some
+dozens of writes.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from overnight.trainer.checkpoint.index import Chunk
 from overnight.trainer.checkpoint.manifest import SEGMENT_BYTES, FileEntry, Segment
 from overnight.trainer.checkpoint.writing.archive import ALIGNMENT, wrap
 from overnight.trainer.checkpoint.writing.content import Hashed
+from overnight.trainer.checkpoint.writing.order import PAGE_BYTES
+from overnight.trainer.checkpoint.writing.output import Output
 
 _BUFFER_BYTES = 1 << 20
 
@@ -22,32 +24,36 @@ class DataFile:
     """A file that is being written.
 
     Args:
-        path: Where; an older file of that name is overwritten.
+        output: The file; empty.
         name: As the manifest lists it.
-        progress: Called with numbers of bytes.
     """
 
-    def __init__(self, path: Path, name: str, progress: Callable[[int], None]) -> None:
+    def __init__(self, output: Output, name: str) -> None:
+        self._output = output
         self._name = name
-        self._progress = progress
         self._segments: list[Segment] = []
         self._buffer = bytearray()
-        self._written = 0
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def add(self, hashed: Hashed, memory: memoryview) -> Chunk:
-        """Appends a tensor."""
+        """Appends a tensor.
+
+        Args:
+            hashed: The tensor.
+            memory: In which it lies; large ones at a page, else they are copied once more.
+        """
         piece = hashed.piece
-        self._buffer += bytes(-self._position % ALIGNMENT)
-        record = self._position
         wrapping = wrap(piece.dtype, piece.shape, piece.num_bytes)
+        self._align(ALIGNMENT)
+        if hashed.blocks:
+            self._align(PAGE_BYTES, ahead=len(wrapping.before))
+        record = self._position
         self._buffer += wrapping.before
         offset = self._position
         data = memory[piece.offset : piece.offset + piece.num_bytes]
         if hashed.blocks:
             self._flush()
-            for number, block in enumerate(hashed.blocks):
-                self._append(data[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES], block)
+            self._describe(data, hashed.blocks)
+            self._output.append_pages(data)
         else:
             self._buffer += data
         self._buffer += wrapping.after
@@ -61,46 +67,54 @@ class DataFile:
         """Makes the file durable.
 
         Raises:
-            OSError: The file system refused, or holds another number of bytes than were written.
+            OSError: The file system refused.
         """
-        self._flush()
-        os.fsync(self._descriptor)
-        size = os.fstat(self._descriptor).st_size
-        if size != self._written:
-            raise OSError(f"{self._name} has {size} bytes after {self._written} were written")
+        if self._buffer or not self._segments:
+            self._flush()
+        self._output.sync()
         return FileEntry.of(self._segments)
-
-    def close(self) -> None:
-        """Closes the descriptor. May be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
     @property
     def _position(self) -> int:
-        return self._written + len(self._buffer)
+        return self._output.position + len(self._buffer)
+
+    def _align(self, multiple: int, ahead: int = 0) -> None:
+        """Fills up so that what comes ``ahead`` bytes later begins at a multiple."""
+        self._buffer += bytes(-(self._position + ahead) % multiple)
 
     def _flush(self) -> None:
-        if self._buffer or not self._written:
-            data = memoryview(bytes(self._buffer))
-            self._buffer.clear()
-            for start in range(0, max(1, len(data)), SEGMENT_BYTES):
-                part = data[start : start + SEGMENT_BYTES]
-                self._append(part, xxhash.xxh3_128_hexdigest(part))
+        data = memoryview(self._buffer)
+        self._buffer = bytearray()
+        starts = range(0, max(1, len(data)), SEGMENT_BYTES)
+        self._describe(data, [xxhash.xxh3_128_hexdigest(data[start : start + SEGMENT_BYTES]) for start in starts])
+        self._output.append(data)
 
-    def _append(self, data: memoryview, digest: str) -> None:
-        self._segments.append(Segment(self._written, len(data), digest))
-        self._written += len(data)
-        while data:
-            written = os.write(self._descriptor, data)
-            data = data[written:]
-            self._progress(written)
+    def _describe(self, data: memoryview, digests: Iterable[str]) -> None:
+        """Notes the segments of what is appended next."""
+        for number, digest in enumerate(digests):
+            start = number * SEGMENT_BYTES
+            length = min(SEGMENT_BYTES, len(data) - start)
+            self._segments.append(Segment(self._output.position + start, length, digest))
 
 
 def write_tensors(
-    path: Path, name: str, tensors: Iterable[Hashed], memory: memoryview, progress: Callable[[int], None]
+    path: Path,
+    name: str,
+    tensors: Iterable[Hashed],
+    memory: memoryview,
+    progress: Callable[[int], None],
+    *,
+    direct: bool = True,
 ) -> tuple[FileEntry, list[Chunk]]:
     """Writes tensors to a file, durably.
+
+    Args:
+        path: Where.
+        name: As the manifest lists it.
+        tensors: What, as it lies in ``memory``.
+        memory: The arena.
+        progress: Called with numbers of bytes.
+        direct: Past the page cache; not for what is read again soon.
 
     Returns:
         What the manifest says of the file, and where each tensor lies.
@@ -108,9 +122,10 @@ def write_tensors(
     Raises:
         OSError: The file system refused.
     """
-    file = DataFile(path, name, progress)
+    output = Output(path, direct=direct, progress=progress)
     try:
+        file = DataFile(output, name)
         chunks = [file.add(hashed, memory) for hashed in tensors]
         return file.finish(), chunks
     finally:
-        file.close()
+        output.close()

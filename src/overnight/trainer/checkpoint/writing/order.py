@@ -1,6 +1,7 @@
 """What the trainer asks of its writer process: data only, free of torch, as JSON on the wire."""
 
 import json
+import mmap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -8,6 +9,12 @@ from typing import Any, Literal
 from overnight.trainer.checkpoint.place import CheckpointName, Token
 
 Kind = Literal["periodic", "yield", "final", "asked"]
+
+LARGE_BYTES = 256 << 10
+"""Tensors from this size on have segments of their own in a file, and begin at a page of it and of the arena."""
+
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
+"""A multiple of the block size of every disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -332,9 +333,7 @@ class Save:
                 index.setdefault(key, []).append((hashed, chunk))
         for number, group in enumerate(self._groups(sorted_out.moving)):
             name = f"__{self._author.rank}_{number}.distcp"
-            entry, chunks = write_tensors(
-                folder / name, name, [hashed for _, hashed in group], self._view, self._pulse.step
-            )
+            entry, chunks = self._write_file(folder / name, group)
             files[name] = entry
             for (key, hashed), chunk in zip(group, chunks, strict=True):
                 index.setdefault(key, []).append((hashed, chunk))
@@ -368,6 +367,11 @@ class Save:
             size += hashed.piece.num_bytes
         return groups
 
+    def _write_file(self, path: Path, tensors: list[tuple[str, Hashed]]) -> tuple[FileEntry, list[Chunk]]:
+        direct = isinstance(self._destination.place, LocalPlace)  # what is uploaded is read again at once
+        what = [hashed for _, hashed in tensors]
+        return write_tensors(path, path.name, what, self._view, self._pulse.step, direct=direct)
+
     def _drop_lost_bases(self) -> None:
         bases = self._history.bases
         for file, entry in list(bases.files.items()):
@@ -379,9 +383,7 @@ class Save:
         """Writes and publishes a base; it is named by the hash of its content."""
         folder = self._destination.base_folder(self.name)
         name = "__0_0.distcp"
-        entry, found = write_tensors(
-            folder / name, name, [hashed for _, hashed in tensors], self._view, self._pulse.step
-        )
+        entry, found = self._write_file(folder / name, tensors)
         base = f"base-{entry.xxh3_128}"
         self._destination.deliver_base(folder, base, {name: entry})
         file = f"../{base}/{name}"
