@@ -27,7 +27,7 @@ from overnight.trainer.checkpoint.writing.client import Ticket, WriterClient
 POINTS = [
     ("writing.process:Server._save", 1),
     ("writing.save:hash_piece", 2),
-    ("os:write", 2),
+    ("os:pwrite", 2),
     ("os:fsync", 2),
     ("writing.save:write_atomic", 1),
     ("writing.process:Server._release", 1),
@@ -36,7 +36,7 @@ POINTS = [
     ("writing.destination:refuse_stale", 1),
     ("writing.destination:LocalDestination.clean", 1),
     ("writing.save:History.committed", 1),
-    ("writing.process:anonymous", 1),
+    ("writing.process:Server._tell", 1),
     ("writing.process:Server._tidy", 1),
 ]
 
@@ -71,7 +71,7 @@ def test_killed_at_any_stage_it_is_redone(
     with client_of(place, tmp_path, arguments=strikes(point, number, "kill", mark)) as client:
         first = client.pid
         ticket = save(client, memory, 1)
-        assert ticket.committed and ticket.manifest is not None, ticket.error
+        assert ticket.committed and ticket.published is not None, ticket.error
         wait_for(mark.exists, "the strike")
         wait_for(lambda: (client.poll(), client.pid != first)[1], "its end to be noticed")
         assert first is not None and is_gone(first), "no zombie"
@@ -116,7 +116,7 @@ def test_killed_again_and_again_the_save_fails_within_bounds_and_the_next_works(
 @pytest.mark.parametrize(
     ("point", "number", "error"),
     [
-        ("os:write", 1, "ENOSPC"),
+        ("os:pwrite", 1, "ENOSPC"),
         ("os:fsync", 1, "EIO"),
         ("os:fsync", 3, "EDQUOT"),
         ("writing.destination:sync_directory", 1, "EACCES"),

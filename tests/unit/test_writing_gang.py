@@ -63,7 +63,7 @@ def test_equal_once_and_different_each(place: LocalPlace, tmp_path: Path, size: 
     with gang(place, tmp_path, size) as clients:
         tickets = save(clients, memories)
     assert [ticket.error for ticket in tickets] == [None] * size and all(ticket.committed for ticket in tickets)
-    assert [ticket.manifest is not None for ticket in tickets] == [True] + [False] * (size - 1)
+    assert [ticket.published is not None for ticket in tickets] == [True] + [False] * (size - 1)
     folder = place.path(name_of(1))
     manifest = verify(folder)
     assert manifest.world_size == size

@@ -160,14 +160,14 @@ class Saves:
 
     def _announce(self, saving: Saving) -> None:
         """Tells the supervisor of a commit, once; whoever notices it first: the loop, or the thread that follows."""
-        manifest = saving.ticket.manifest if saving.ticket is not None else None
-        if manifest is None:
+        name = saving.ticket.published if saving.ticket is not None else None
+        if name is None:
             return  # rank 0 tells
         with self._announcing:
-            if self._announced is None or self._announced < manifest.name:  # saves are committed in order
-                self._announced = manifest.name
-                uri = self._pipeline.uri(manifest.name)
-                self._link.send("/v1/checkpoint", {"step": manifest.step, "uri": uri, "bytes": saving.num_bytes})
+            if self._announced is None or self._announced < name:  # saves are committed in order
+                self._announced = name
+                body = {"step": name.step, "uri": self._pipeline.uri(name), "bytes": saving.num_bytes}
+                self._link.send("/v1/checkpoint", body)
 
     # -- at once ------------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Saving:
         """Bytes of the checkpoint on rank 0, of this rank's part elsewhere."""
         if self.ticket is None:
             return 0
-        return self.ticket.manifest.num_bytes if self.ticket.manifest is not None else self.ticket.num_bytes
+        return self.ticket.published_bytes if self.ticket.published is not None else self.ticket.num_bytes
 
 
 class Drives(Protocol):

@@ -19,9 +19,9 @@ from typing import Any
 
 import overnight
 from overnight.core.errors import OvernightError, SaveFailedError, from_dict
-from overnight.trainer.checkpoint.manifest import Manifest
+from overnight.trainer.checkpoint.place import CheckpointName
 from overnight.trainer.checkpoint.retention import Retention
-from overnight.trainer.checkpoint.writing.channel import Channel, ChannelClosedError, Pulse, anonymous, content_of
+from overnight.trainer.checkpoint.writing.channel import Channel, ChannelClosedError, Pulse, anonymous
 from overnight.trainer.checkpoint.writing.order import Author, SaveOrder
 from overnight.trainer.checkpoint.writing.ticket import Arena, Ticket
 
@@ -292,20 +292,21 @@ class WriterClient:
     def _listen(self, process: _Process) -> None:
         with contextlib.suppress(ChannelClosedError):
             while (received := process.channel.receive(wait=False)) is not None:
-                message, descriptors = received
-                manifest = Manifest.from_bytes(content_of(descriptors[0])) if descriptors else None
+                message, _ = received
                 job = next((job for job in self._jobs if job.ticket.number == message["number"]), None)
                 if job is not None:
-                    self._take_in(job, message, manifest)
+                    self._take_in(job, message)
                 process.busy_again()
 
-    def _take_in(self, job: _Job, message: dict[str, Any], manifest: Manifest | None) -> None:
+    def _take_in(self, job: _Job, message: dict[str, Any]) -> None:
         if message["say"] == "released":
             job.ticket.released = True
             job.ticket.num_bytes = message["num_bytes"]
             return
         job.ticket.seconds |= message["seconds"]
-        job.ticket.manifest = manifest
+        if message["published"] is not None:  # its name only: to parse a manifest here would hold training up
+            job.ticket.published = CheckpointName.parse(message["published"])
+            job.ticket.published_bytes = message["num_bytes"]
         self._finish(job, from_dict(message["error"]) if message["error"] is not None else None)
 
     def _finish(self, job: _Job, error: OvernightError | None) -> None:

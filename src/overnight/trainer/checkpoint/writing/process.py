@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from overnight.core.errors import OvernightError, SaveFailedError
+from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, open_place
 from overnight.trainer.checkpoint.remote import RemotePlace
 from overnight.trainer.checkpoint.retention import Retention
 from overnight.trainer.checkpoint.retry import Patience
-from overnight.trainer.checkpoint.writing.channel import Channel, ChannelClosedError, Pulse, anonymous, content_of
+from overnight.trainer.checkpoint.writing.channel import Channel, ChannelClosedError, Pulse, content_of
 from overnight.trainer.checkpoint.writing.destination import Destination, make_destination
 from overnight.trainer.checkpoint.writing.order import Author, SaveOrder
 from overnight.trainer.checkpoint.writing.save import History, Save
@@ -156,16 +157,24 @@ class Server:
             error = failure
         except Exception as failure:  # a defect here must not leave the trainer waiting
             error = SaveFailedError(f"the writer process failed: {type(failure).__name__}: {failure}")
-        if save is not None:
-            save.stopwatch.enter(None)
-        body = {"say": "done", "number": number, "seconds": save.stopwatch.seconds if save else {}}
-        self._pulse.enter("done")
-        attached = [anonymous(manifest.to_bytes())] if manifest is not None else []
-        self._channel.send({**body, "error": error.to_dict() if error else None}, *attached)
-        for descriptor in attached:
-            os.close(descriptor)
+        self._tell(number, save, manifest, error)
         if manifest is not None:
             self._tidy(manifest.name)
+
+    def _tell(self, number: int, save: Save | None, manifest: Manifest | None, error: OvernightError | None) -> None:
+        if save is not None:
+            save.stopwatch.enter(None)
+        self._pulse.enter("done")
+        self._channel.send(
+            {
+                "say": "done",
+                "number": number,
+                "seconds": save.stopwatch.seconds if save else {},
+                "error": error.to_dict() if error else None,
+                "published": str(manifest.name) if manifest is not None else None,
+                "num_bytes": manifest.num_bytes if manifest is not None else 0,
+            }
+        )
 
     def _release(self, number: int, num_bytes: int) -> None:
         self._channel.send({"say": "released", "number": number, "num_bytes": num_bytes})

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from overnight.core.errors import OvernightError
-from overnight.trainer.checkpoint.manifest import Manifest
 from overnight.trainer.checkpoint.place import CheckpointName
 
 
@@ -35,7 +34,9 @@ class Ticket:
         released: The arena is not read any more, whatever happens; it may be overwritten.
         committed: Published, hence durable; on every rank.
         error: Why it was not. Nothing was published.
-        manifest: On rank 0, once committed.
+        published: On rank 0, once committed: the checkpoint that holds the state; an earlier one if nothing has
+            changed since.
+        published_bytes: Bytes of that checkpoint.
         num_bytes: What this rank wrote, once released.
         num_tries: Processes that worked on it; more than 1 after a death.
         seconds: Time by stage, and ``total`` from submission to the end.
@@ -48,7 +49,8 @@ class Ticket:
     released: bool = False
     committed: bool = False
     error: OvernightError | None = None
-    manifest: Manifest | None = None
+    published: CheckpointName | None = None
+    published_bytes: int = 0
     num_bytes: int = 0
     num_tries: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
