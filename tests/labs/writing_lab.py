@@ -78,7 +78,9 @@ def client_of(
     if claims and author.rank == 0 and isinstance(place, Place):
         author = replace(author, place=claim(place, token, author.parent).place)
     retention = options.pop("retention", Retention(keep=2))
-    client = WriterClient(str(place), author, retention, tmp_path / "staging", **options)
+    client = WriterClient(
+        place.url if isinstance(place, Place) else place, author, retention, tmp_path / "staging", **options
+    )
     client.start()
     try:
         yield client

@@ -78,7 +78,7 @@ def list_(ctx: typer.Context, target: Where, output: Output = TEXT) -> None:
         if not looked.rows:
             _require_place(found)
         rows = [row.to_json() | {"problem": _problem(found.place, row)} for row in looked.rows]
-        held = StoredCheckpoints.model_validate({"place": found.url, "bytes": looked.num_bytes, "items": rows})
+        held = StoredCheckpoints.model_validate({"place": found.where, "bytes": looked.num_bytes, "items": rows})
     if found.picks:
         wanted = tuple(
             item for item in held.items if found.entry in ("", item.name) and found.step in (None, item.step)
@@ -104,7 +104,7 @@ def _require_place(found: "Target") -> None:
 
     if found.ask(lambda place: place.foreign() and not place.tokens()):
         raise NotFoundError(
-            f"{found.text}: {found.url} is neither a trial nor a checkpoint place",
+            f"{found.text}: {found.where} is neither a trial nor a checkpoint place",
             hint="Give a trial, the folder of a run (.overnight/SCRIPT/ID), or its checkpoints folder.",
         )
 
@@ -372,7 +372,7 @@ def prune(
         _ask(session, found, doomed, yes)
         doomed = _delete(session, found, keep, reason, dry_run=False)
     if session.json_output:
-        session.emit({"place": found.url, "dry_run": dry_run, "deleted": doomed})
+        session.emit({"place": found.where, "dry_run": dry_run, "deleted": doomed})
     elif not doomed:
         session.console.print("nothing to delete")
     else:
@@ -431,7 +431,7 @@ def _ask(session: Session, found: "Target", doomed: "Sequence[CheckpointDeletion
 
     if session.json_output or not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise BadInputError(
-            f"{len(doomed)} deletions in {found.url} need a yes", hint="Look with --dry-run, then say --yes."
+            f"{len(doomed)} deletions in {found.where} need a yes", hint="Look with --dry-run, then say --yes."
         )
     _print_deletions(session, doomed, "would delete")
     if not typer.confirm("Delete them?", err=True):

@@ -20,7 +20,7 @@ class Target:
     """What a command works on.
 
     Attributes:
-        text: As it was typed.
+        text: As it was typed, for messages: without a password.
         trial: The trial's name or id, None if a path or URL was typed.
         url: Path or URL of the checkpoint place.
         entry: Name of the one checkpoint that was typed, empty for all.
@@ -32,6 +32,13 @@ class Target:
     url: str
     entry: str = ""
     step: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The checkpoint place for messages: without a password."""
+        from overnight.trainer.checkpoint.address import shown
+
+        return shown(self.url)
 
     @property
     def picks(self) -> bool:
@@ -55,7 +62,7 @@ class Target:
             return request(self.place)
         from overnight.trainer.checkpoint.reading.source import answered
 
-        return answered(self.url, lambda: request(self.place))
+        return answered(self.where, lambda: request(self.place))
 
     def names(self) -> "list[CheckpointName]":
         """The checkpoints that are meant, oldest first.
@@ -71,7 +78,7 @@ class Target:
         if self.step is not None:
             found = [name for name in found if name.step == self.step]
         if not found:
-            what = "is no such checkpoint" if self.picks else f"are no checkpoints in {self.url}"
+            what = "is no such checkpoint" if self.picks else f"are no checkpoints in {self.where}"
             raise NotFoundError(f"{self.text}: there {what}", hint="See: overnight checkpoints list")
         return found
 
@@ -117,19 +124,22 @@ def find(session: Session, text: str) -> Target:
 def _parts(text: str) -> tuple[str, int | None]:
     """What stands before a step, and the step."""
     from overnight.core.errors import BadInputError
+    from overnight.trainer.checkpoint.address import shown
 
     hint = "Give a trial (digits-7), one step of it (digits-7@2000), or a path or URL."
     bare, at, step = text.rpartition("@")
     if not text.strip() or (at and not bare):
         raise BadInputError(f"{text!r} names no checkpoints", hint=hint)
     if at and re.fullmatch(r"(-\d+)?", step) and not Path(text).expanduser().is_dir():
-        raise BadInputError(f"{text}: {step!r} is no step, which is a number from 0 on", hint=hint)
+        raise BadInputError(f"{shown(text)}: {step!r} is no step, which is a number from 0 on", hint=hint)
     return (bare, int(step)) if re.fullmatch(r"\d+", step) and at else (text, None)
 
 
 def _located(text: str, url: str, step: int | None) -> Target:
+    from overnight.trainer.checkpoint.address import shown
     from overnight.trainer.checkpoint.place import CheckpointName
 
+    text = shown(text)
     around, _, last = url.rpartition("/")
     if CheckpointName.parse(last) is not None:
         return Target(text, None, around or "/", last, step)
@@ -153,7 +163,7 @@ def here(session: Session, text: str) -> Target:
     target = find(session, text)
     if target.trial is not None and "://" not in target.url and not Path(target.url).is_dir():
         raise NotFoundError(
-            f"{text} has no checkpoints in {target.url} on this machine",
+            f"{text} has no checkpoints in {target.where} on this machine",
             hint="If there are some, run this command on the machine that has them.",
         )
     return target

@@ -222,7 +222,7 @@ def make_saver(
     author = Author(**claimed, rank=rank, world_size=world_size, seed=seed)
     stager = Stager(np.random.default_rng())
     staging = origin.trial_dir / STAGING
-    writer = WriterClient(str(place), author, retention, staging, tidies=environment.alone)
+    writer = WriterClient(place.url, author, retention, staging, tidies=environment.alone)
     handover = None
     if origin.restored is not None:
         handover = Handover(origin.restored, device, rank=rank, world_size=world_size, seed=seed, complain=complain)

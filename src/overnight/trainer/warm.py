@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from overnight.core.errors import BadInputError, CheckpointError, CorruptCheckpointError
+from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.export import opened
 from overnight.trainer.checkpoint.reading.finding import Reader, complain, together
 from overnight.trainer.checkpoint.tracked import device_for, fit_of, put_back, state_of, unwrap
@@ -79,15 +80,16 @@ class WarmStart:
         source, is_file = self._agree(from_trial, step, path)
         if is_file:
             return self._from_file(Path(source), wanted, strict)
-        with _naming(source), opened(source, self.holder) as (restored, _):
+        text = shown(source)
+        with _naming(text), opened(source, self.holder) as (restored, _):
             names = [name for name in wanted if name in restored.names]
-            self._require(names, source, [name for name in restored.names if not name.startswith("$")])
+            self._require(names, text, [name for name in restored.names if not name.startswith("$")])
 
             def state(name: str) -> Any:
                 obj = wanted[name]
                 return restored.state(name, device_for(obj, self.device), fit_of(obj))
 
-            self._fill({name: state for name in names}, source, strict)
+            self._fill({name: state for name in names}, text, strict)
         return names
 
     def _wanted(self, what: What) -> dict[str, Any]:

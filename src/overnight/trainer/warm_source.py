@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from overnight.core.errors import BadInputError, CorruptCheckpointError, NotFoundError, NoUsableCheckpointError
+from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.manifest import MANIFEST, read_manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, open_place
 from overnight.trainer.checkpoint.reading.finding import newest_good
@@ -109,7 +110,9 @@ def _require_step(folder: Path, step: int | None) -> None:
 def _choose_in_store(url: str, step: int | None) -> str:
     if (one := CheckpointName.parse(url.rstrip("/").rpartition("/")[2])) is not None:
         if step not in (None, one.step):
-            raise BadInputError(f"{url} is not the checkpoint of step {step}", hint="Give its place, or no step=.")
+            raise BadInputError(
+                f"{shown(url)} is not the checkpoint of step {step}", hint="Give its place, or no step=."
+            )
         return url
     hint = "Has that run saved one already?"
     if url.endswith(_FILES):
@@ -137,13 +140,13 @@ def _choose(place: Place, step: int | None, hint: Callable[[], str]) -> str:
             raise NoUsableCheckpointError(error.message, hint="Begin from another one.") from error
         if newest is None:  # it was deleted meanwhile, or lies before a start from scratch that has saved nothing
             raise NotFoundError(f"{place} holds no checkpoint that counts", hint="Give one of its steps: step=…")
-        return f"{place}/{newest[0]}"
+        return f"{place.url}/{newest[0]}"
     found = [name for name in names if name.step == step]
     if not found:
         steps = sorted({name.step for name in names})
         raise NotFoundError(f"{place} holds no checkpoint of step {step}", hint=f"It has steps {steps}.")
     genuine = [name for name in found if not summarize(place, name).is_renamed]
-    return f"{place}/{(genuine or found)[-1]}"
+    return f"{place.url}/{(genuine or found)[-1]}"
 
 
 def _hint_of(folder: Path) -> str:

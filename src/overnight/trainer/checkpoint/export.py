@@ -73,7 +73,7 @@ def opened(path: str | Path, holder: str) -> Iterator[tuple[Restored, Manifest]]
     """
     source, manifest = locate(path)
     with contextlib.ExitStack() as stack:
-        if (found := _around(str(source))) is not None:
+        if (found := _around(source.url)) is not None:
             with contextlib.suppress(CheckpointError):
                 stack.enter_context(pin(*found, holder))
         yield Restored(source, manifest), manifest

@@ -158,13 +158,13 @@ class PinWatch:
         for entry in stale:
             with contextlib.suppress(OSError):
                 place.remove(entry)
-            self._seen.pop((str(place), entry), None)
+            self._seen.pop((place.url, entry), None)
         return stale
 
     def _is_stale(self, place: Place, pin: Pin, now: float) -> bool:
         if pin.process is not None and (alive := _is_alive(pin.process)) is not None:
             return not alive
-        key = (str(place), pin.entry)
+        key = (place.url, pin.entry)
         content, since = self._seen.get(key, (None, now))
         if content != pin.content:
             self._seen[key] = (pin.content, now)

@@ -63,8 +63,13 @@ class Place(ABC):
     """A checkpoint place.
 
     Paths are relative to the place, with ``/`` between their parts; a missing file is a ``FileNotFoundError``, anything
-    else that goes wrong another ``OSError``.
+    else that goes wrong another ``OSError``. Its text is for people, and without the password that ``url`` may have.
+
+    Attributes:
+        url: Where it is: what :func:`open_place` takes.
     """
+
+    url: str
 
     @abstractmethod
     def entries(self, folder: str = "") -> list[str]:
@@ -160,6 +165,7 @@ class LocalPlace(Place):
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.url = str(root)
 
     def path(self, name: CheckpointName) -> Path:
         """Folder of a committed checkpoint."""

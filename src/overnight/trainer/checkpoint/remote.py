@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from overnight.core.errors import BadInputError, SetupError
+from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.multipart import Upload, abort, uploads_below
 from overnight.trainer.checkpoint.place import CheckpointName, Place, is_base, partials
 from overnight.trainer.checkpoint.retry import Patience, is_transient
@@ -27,7 +28,7 @@ class RemotePlace(Place):
     """A checkpoint place in a store.
 
     Args:
-        url: As the user gave it, for messages.
+        url: As the user gave it.
         files: An fsspec file system.
         root: Path of the place in it.
         patience: With failing requests.
@@ -204,7 +205,7 @@ class RemotePlace(Place):
         return sorted(name for name in names if MANIFEST_NAME in self.sizes(str(name)))
 
     def __str__(self) -> str:
-        return self.url
+        return shown(self.url)
 
 
 def open_remote(url: str) -> RemotePlace:
@@ -216,23 +217,25 @@ def open_remote(url: str) -> RemotePlace:
     """
     import fsspec
 
-    scheme = url.partition("://")[0]
+    scheme, text = url.partition("://")[0], shown(url)
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         missing = getattr(error.__cause__, "name", None) or str(error)
         package = _EXTRAS.get(scheme, str(missing).partition(".")[0])
         raise SetupError(
-            f"checkpoints cannot be written to {url}: the driver of {scheme}:// is not installed ({error})",
+            f"checkpoints cannot be written to {text}: the driver of {scheme}:// is not installed ({error})",
             hint=f'pip install "{package}"',
         ) from error
     except ValueError as error:
         raise BadInputError(
-            f"checkpoints cannot be written to {url}: no driver knows {scheme}://",
+            f"checkpoints cannot be written to {text}: no driver knows {scheme}://",
             hint="Use a path, or a URL that fsspec knows: s3://, gs://, abfs://, sftp://, webdav:// …",
         ) from error
     try:
         files, root = fsspec.core.url_to_fs(url)
     except (ValueError, TypeError) as error:
-        raise BadInputError(f"checkpoints cannot be written to {url}: {error}") from error
+        what = error if text == url else f"its driver refuses the address ({type(error).__name__})"
+        hint = "Its form is scheme://user:password@host:port/folder; special letters are written like %40."
+        raise BadInputError(f"checkpoints cannot be written to {text}: {what}", hint=hint) from None
     return RemotePlace(url, files, root)

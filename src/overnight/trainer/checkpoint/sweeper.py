@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 from overnight.core.errors import BadInputError, OvernightError
+from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.pins import PinWatch
 from overnight.trainer.checkpoint.place import open_place
 from overnight.trainer.checkpoint.survey import survey
@@ -53,7 +54,7 @@ class Sweeper:
         except OvernightError as error:
             self._answer({"error": error.to_dict()})
         except Exception as error:  # each store's driver has errors of its own
-            place = question.get("place")
+            place = shown(str(question.get("place")))
             known = OvernightError(f"{place} cannot be tidied: {type(error).__name__}: {error}")
             self._answer({"error": known.to_dict()})
 

@@ -58,6 +58,9 @@ class Source(Protocol):
     num_requests: int
     """How many reads at a time serve it best."""
 
+    url: str
+    """Where it is; may hold a password, which its text does not."""
+
     def names(self) -> set[str]:
         """Names of the files directly in the checkpoint, and of whatever else is there."""
 
@@ -96,6 +99,7 @@ class FolderSource:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.url = str(folder)
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -222,6 +226,7 @@ class PlaceSource:
     num_requests = 16
 
     def __init__(self, place: Place, name: CheckpointName) -> None:
+        self.url = f"{place.url}/{name}"
         self._place = place
         self._name = name
         self._sizes: dict[str, dict[str, int]] = {}
