@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,7 @@ def test_a_start_in_the_very_moment_of_a_deletion_undoes_it(forked: LocalPlace) 
     found = survey(forked, watch)
     late.looks = 1
     doomed = mark(found, at_rest=True)
-    found = type(found)(late, found.tokens, found.line, found.rows, found.base_bytes)
+    found = replace(found, place=late)
     assert sweep(found, doomed, watch) == []
     assert len(steps(forked)) == 6
 

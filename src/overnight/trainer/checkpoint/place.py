@@ -103,6 +103,17 @@ class Place(ABC):
     def checkpoints(self) -> list[CheckpointName]:
         """Published checkpoints, whatever their condition, oldest token first."""
 
+    def glance(self) -> "Place":
+        """The place as it is now, for who looks at it several times in a row: a store lists each folder once.
+
+        For looking alone. Who acts upon it looks at the place itself once more, right before, and tells :meth:`gone`.
+        """
+        return self
+
+    def gone(self, entry: str) -> None:
+        """Tells a :meth:`glance` that an entry was deleted."""
+        return  # what is looked at anew each time sees it
+
     def exists(self, folder: str) -> bool:
         """Whether anything is stored of a folder, visible or not."""
         return bool(self.entries(folder))

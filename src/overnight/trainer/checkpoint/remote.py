@@ -21,6 +21,9 @@ from overnight.trainer.checkpoint.retry import Patience, is_transient
 T = TypeVar("T")
 
 MANIFEST_NAME = "manifest.json"
+Listed = list[tuple[str, dict[str, Any]]]
+"""Names in a folder, and what the driver says of each."""
+
 _EXTRAS = {"s3": "overnight[s3]", "s3a": "overnight[s3]"}
 
 
@@ -85,7 +88,7 @@ class RemotePlace(Place):
         """Bytes of the files directly in a folder, by name; empty if it does not exist."""
         return {name: int(info["size"]) for name, info in self._list(folder) if info["type"] == "file"}
 
-    def _list(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+    def _list(self, folder: str) -> Listed:
         path = self.full(folder)
 
         def ask() -> list[dict[str, Any]]:
@@ -174,6 +177,10 @@ class RemotePlace(Place):
         if is_checkpoint or is_base(path):  # there is nothing large elsewhere
             self.abort_uploads(path)
 
+    def glance(self) -> "RemotePlace":
+        """The place as it is now; each folder is listed once, when it is first asked for."""
+        return Glance(self)
+
     def exists(self, folder: str) -> bool:
         """Whether anything is stored of a folder; parts of an upload that broke off are in no listing."""
         return bool(self.entries(folder) or self._uploads(folder))
@@ -206,6 +213,53 @@ class RemotePlace(Place):
 
     def __str__(self) -> str:
         return shown(self.url)
+
+
+class Glance(RemotePlace):
+    """A store at one moment, see :meth:`~overnight.trainer.checkpoint.place.Place.glance`.
+
+    Args:
+        place: The store itself.
+    """
+
+    def __init__(self, place: RemotePlace) -> None:
+        super().__init__(place.url, place.files, place.full(""), place.patience)
+        self._turn = place._turn
+        self._listed: dict[str, Listed] = {}
+        self._contents: dict[str, bytes] = {}
+        self._pending: list[Upload] | None = None
+
+    def glance(self) -> "RemotePlace":
+        """This moment."""
+        return self
+
+    def gone(self, entry: str) -> None:
+        """What was listed, without an entry and what was in it."""
+        self._listed = {folder: found for folder, found in self._listed.items() if folder != entry}
+        if "" in self._listed:
+            self._listed[""] = [one for one in self._listed[""] if one[0] != entry]
+        if self._pending is not None:
+            self._pending = [upload for upload in self._pending if upload.path.partition("/")[0] != entry]
+
+    def read(self, path: str) -> bytes:
+        """A whole file; a small one directly in the place is read once."""
+        if "/" in path:
+            return super().read(path)
+        if path not in self._contents:
+            self._contents[path] = super().read(path)
+        return self._contents[path]
+
+    def _list(self, folder: str) -> Listed:
+        if folder not in self._listed:
+            self._listed[folder] = super()._list(folder)
+        return self._listed[folder]
+
+    def _uploads(self, folder: str) -> list[Upload]:
+        if folder:
+            return super()._uploads(folder)
+        if self._pending is None:
+            self._pending = super()._uploads("")
+        return self._pending
 
 
 def open_remote(url: str) -> RemotePlace:

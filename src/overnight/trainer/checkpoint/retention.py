@@ -115,7 +115,11 @@ def _is_best(best: Any) -> bool:
 
 
 def prune(
-    place: Place, newest: CheckpointName, retention: Retention, watch: PinWatch | None = None
+    place: Place,
+    newest: CheckpointName,
+    retention: Retention,
+    watch: PinWatch | None = None,
+    seen: Place | None = None,
 ) -> list[CheckpointName]:
     """Deletes what a token wrote and needs no longer, after ``newest`` was committed and verified.
 
@@ -127,6 +131,7 @@ def prune(
         newest: What has just been committed: the last good one.
         retention: What stays.
         watch: Knows stale pins; without, pins from other machines all count as living.
+        seen: A glance at the place since ``newest`` was committed; it is told of what goes.
 
     Returns:
         The deleted checkpoints.
@@ -134,17 +139,19 @@ def prune(
     Raises:
         OSError: The file system refuses to delete.
     """
-    watch = watch or PinWatch()
-    own = [name for name in place.checkpoints() if name.token == newest.token]
+    watch, seen = watch or PinWatch(), seen or place.glance()
+    own = [name for name in seen.checkpoints() if name.token == newest.token]
     if newest not in own:
         return []  # it was taken away: whatever else is there may be the last good one
     known = _genuine([summarize(place, name) for name in own], newest)
-    staying = retention.reasons(known).keys() | watch.living(place).keys()
+    staying = retention.reasons(known).keys() | watch.living(seen).keys()
     doomed = [summary.name for summary in known if summary.name not in staying and summary.name != newest]
     deleted = [name for name in doomed if discard(place, str(name), partial(_is_pinned, place, name, watch))]
-    for entry, name in place.unfinished().items():
-        if name is not None and name.token == newest.token and name < newest:
-            discard(place, entry)
+    left = [entry for entry, name in seen.unfinished().items() if name and name.token == newest.token and name < newest]
+    for entry in left:
+        discard(place, entry)
+    for entry in (*map(str, deleted), *left):
+        seen.gone(entry)
     return deleted
 
 

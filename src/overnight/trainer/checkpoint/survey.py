@@ -78,6 +78,7 @@ class Survey:
 
     Attributes:
         place: The place.
+        seen: What it was when it was looked at.
         tokens: Who had started by then.
         line: Checkpoints from which a new start may go on, best first.
         rows: All checkpoints, oldest first.
@@ -85,6 +86,7 @@ class Survey:
     """
 
     place: Place
+    seen: Place
     tokens: tuple[Token, ...]
     line: tuple[CheckpointName, ...]
     rows: tuple[Row, ...]
@@ -111,34 +113,36 @@ class Survey:
         return None
 
 
-def survey(place: Place, watch: PinWatch | None = None, keep: int | None = None) -> Survey:
+def survey(place: Place, watch: PinWatch | None = None, keep: int | None = None, seen: Place | None = None) -> Survey:
     """Looks at a place; reads manifests, but no data.
 
     Args:
         place: The place.
         watch: Knows stale pins.
         keep: How many of the newest stay, instead of what the run's own rules say.
+        seen: A glance at the place that is new enough.
 
     Raises:
         BadInputError: ``keep`` is below 1.
         OSError: The place cannot be listed.
     """
-    tokens = tuple(place.tokens())
-    names = place.checkpoints()
+    seen = seen or place.glance()
+    tokens = tuple(seen.tokens())
+    names = seen.checkpoints()
     summaries = {name: summarize(place, name) for name in names}
-    fences = read_fences(place)
+    fences = read_fences(seen)
     foreign = {name: why for name in names if (why := why_foreign(summaries[name], fences))}
-    line = tuple(name for name in lineage(place, foreign) if name in summaries)
+    line = tuple(name for name in lineage(seen, foreign) if name in summaries)
     on_line = [summaries[name] for name in line]
     rules = _rules(on_line, keep)
     reasons = rules.reasons(on_line) if rules else dict.fromkeys(line, "of the lineage")
     reasons = {**reasons, **foreign}
     best = rules.best_of(on_line) if rules else []
-    pinned = (watch or PinWatch()).living(place)
+    pinned = (watch or PinWatch()).living(seen)
     rows = [
         Row(
             summary=summaries[name],
-            num_bytes=sum(place.sizes(str(name)).values()),
+            num_bytes=sum(seen.sizes(str(name)).values()),
             role=_role(name, line),
             reason=reasons.get(name, ""),
             is_best=summaries[name] in best,
@@ -146,8 +150,8 @@ def survey(place: Place, watch: PinWatch | None = None, keep: int | None = None)
         )
         for name in names
     ]
-    base_bytes = {base: sum(place.sizes(base).values()) for base in place.bases()}
-    return Survey(place, tokens, line, tuple(rows), base_bytes)
+    base_bytes = {base: sum(seen.sizes(base).values()) for base in seen.bases()}
+    return Survey(place, seen, tokens, line, tuple(rows), base_bytes)
 
 
 def _role(name: CheckpointName, line: tuple[CheckpointName, ...]) -> Role:

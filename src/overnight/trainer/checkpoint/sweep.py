@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from overnight.core.errors import ConflictError, NotFoundError
-from overnight.trainer.checkpoint.pins import PinWatch
+from overnight.trainer.checkpoint.pins import PinWatch, read_pins
 from overnight.trainer.checkpoint.place import CheckpointName, Token
 from overnight.trainer.checkpoint.survey import Role, Survey
 from overnight.trainer.checkpoint.trash import TRASH, discard
@@ -75,10 +75,10 @@ def _checkpoints(found: Survey, good: CheckpointName | None, spared: Collection[
 
 def _unfinished(found: Survey, at_rest: bool) -> Iterator[Deletion]:
     newest = max(found.tokens, default=Token(0, 0))
-    for entry in found.place.entries():
+    for entry in found.seen.entries():
         if entry.startswith(TRASH):
             yield _sized(found, entry, "a deletion that was interrupted")
-    for entry, name in found.place.unfinished().items():
+    for entry, name in found.seen.unfinished().items():
         if at_rest or (name is not None and name.token < newest):
             yield _sized(found, entry, "a save that never ended")
 
@@ -141,7 +141,8 @@ def sweep(
         OSError: The place refuses to delete.
     """
     place = found.place
-    watch.clear(place)
+    if read_pins(found.seen):
+        watch.clear(place)
     done: list[Deletion] = []
     for deletion in doomed:
         if tuple(place.tokens()) != found.tokens:
@@ -163,4 +164,4 @@ def _is_needed(found: Survey, entry: str, watch: PinWatch) -> bool:
 
 
 def _sized(found: Survey, entry: str, cause: str) -> Deletion:
-    return Deletion(entry, sum(found.place.sizes(entry).values()), cause)
+    return Deletion(entry, sum(found.seen.sizes(entry).values()), cause)

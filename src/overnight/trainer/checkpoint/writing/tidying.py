@@ -9,6 +9,7 @@ ranks that prepare the next checkpoint use no bases but those of the newest one 
 from under them.
 """
 
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from overnight.trainer.checkpoint.fence import read_fences
@@ -28,6 +29,7 @@ class Tidying:
     def __init__(self) -> None:
         self._bases: dict[CheckpointName, frozenset[str]] = {}
         self._watch = PinWatch()
+        self._glance: tuple[CheckpointName, Place] | None = None
 
     def after(self, place: Place, newest: CheckpointName, retention: Retention) -> list[CheckpointName]:
         """Deletes what is not needed once ``newest`` is committed.
@@ -38,16 +40,24 @@ class Tidying:
         Raises:
             Exception: Whatever the place raises.
         """
-        self._look_at(place)
-        deleted = prune(place, newest, retention)
+        seen = place.glance()
+        self._glance = newest, seen
+        self._look_at(place, seen)
+        deleted = prune(place, newest, retention, seen=seen)
         mentioned = {base for name in deleted for base in self._bases.pop(name, ())}
-        if mentioned and self._look_at(place):
-            for base in mentioned - set().union(*self._bases.values()):
+        if self._not_mentioned(mentioned) and self._look_at(place, place.glance()):
+            for base in self._not_mentioned(mentioned):
                 place.remove(base)
+                seen.gone(base)
         return deleted
+
+    def _not_mentioned(self, bases: AbstractSet[str]) -> AbstractSet[str]:
+        return bases - set().union(*self._bases.values())
 
     def of_earlier(self, place: Place, newest: CheckpointName, parent: CheckpointName | None) -> "list[Deletion]":
         """Deletes what earlier attempts left and the run's rules would not keep, while this one goes on.
+
+        Right behind :meth:`after` it knows what is there, and need not ask a store for it again.
 
         Args:
             place: The place.
@@ -57,9 +67,11 @@ class Tidying:
         Raises:
             Exception: Whatever the place raises.
         """
-        if not any(_is_earlier(entry, newest.token) for look in (place.entries, place.unfinished) for entry in look()):
+        seen = self._glance[1] if self._glance is not None and self._glance[0] == newest else place.glance()
+        self._glance = None
+        if not any(_is_earlier(entry, newest.token) for look in (seen.entries, seen.unfinished) for entry in look()):
             return []
-        return self._sweep(place, newest, at_rest=False, reading=parent)
+        return self._sweep(place, seen, newest, at_rest=False, reading=parent)
 
     def at_end(self, place: Place, newest: CheckpointName) -> "list[Deletion]":
         """As :meth:`of_earlier`, once this run will neither read nor write any more.
@@ -67,27 +79,27 @@ class Tidying:
         Raises:
             Exception: Whatever the place raises.
         """
-        return self._sweep(place, newest, at_rest=True, reading=None)
+        return self._sweep(place, place.glance(), newest, at_rest=True, reading=None)
 
     def _sweep(
-        self, place: Place, newest: CheckpointName, *, at_rest: bool, reading: CheckpointName | None
+        self, place: Place, seen: Place, newest: CheckpointName, *, at_rest: bool, reading: CheckpointName | None
     ) -> "list[Deletion]":
         # They bring thread pools and logging along, of no use to a writer whose place is tidy.
         from overnight.trainer.checkpoint.survey import survey
         from overnight.trainer.checkpoint.sweep import mark, sweep
 
-        found = survey(place, self._watch)
+        found = survey(place, self._watch, seen=seen)
         if max(found.tokens, default=newest.token) != newest.token or newest not in found.line[:1]:
             return []  # a newer start knows better, or somebody has taken the newest away
-        floor = floor_of(read_fences(place))
+        floor = floor_of(read_fences(seen))
         spared = {row.name for row in found.rows if row.name == reading or row.name.token < floor}
         return sweep(found, mark(found, at_rest=at_rest, good=newest, spared=spared), self._watch)
 
-    def _look_at(self, place: Place) -> bool:
+    def _look_at(self, place: Place, seen: Place) -> bool:
         """Reads manifests that are new; whether all say what they mention."""
-        if not place.bases():
+        if not seen.bases():
             return False
-        names = place.checkpoints()
+        names = seen.checkpoints()
         summaries = [summarize(place, name) for name in names]
         self._bases = {summary.name: summary.bases for summary in summaries}
         return all(summary.readable for summary in summaries)
