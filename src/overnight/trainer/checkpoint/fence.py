@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from overnight.core.errors import FencedError, SaveFailedError
-from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, fence_name
+from overnight.trainer.checkpoint.place import CheckpointName, Place, Token, fence_name, settled_claims
 
 _HASH = "xxh3_128"
 """Of the rest: one altered letter must not move a fork, nor make all checkpoints those of another place."""
@@ -72,6 +72,26 @@ def claim(
             hint="Each start needs a token of its own; two processes of one attempt would overwrite each other.",
         )
     return Fence(token, parent, fresh, identity)
+
+
+def clear_claims(place: Place, seen: Place) -> list[str]:
+    """Removes what starts that were killed while they claimed the place have left; none of a start under way.
+
+    Args:
+        place: A store; folders know no such files.
+        seen: A glance at it; it is told of what goes.
+
+    Returns:
+        Names of the files.
+
+    Raises:
+        OSError: The place refuses.
+    """
+    claims = settled_claims(seen.entries())
+    for entry in claims:
+        place.remove(entry)
+        seen.gone(entry)
+    return claims
 
 
 def refuse_stale(place: Place, token: Token) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 PARTIAL = ".partial"
 BASE_PREFIX = "base-"
 _CHECKPOINT = re.compile(r"step-(\d+)\.attempt-(\d+)\.(\d+)(?:\.again-(\d+))?")
-_FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json(?:\.claim-[0-9a-f]+)?")
+_FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json(\.claim-[0-9a-f]+)?")
 _BASE = re.compile(r"base-[0-9a-f]{32}")
 
 
@@ -150,6 +150,21 @@ def partials(entries: Iterable[str]) -> dict[str, CheckpointName | None]:
 def _is_ours(entry: str) -> bool:
     stem, _, _ = entry.partition(PARTIAL)
     return entry.startswith(".") or any(pattern.fullmatch(stem) for pattern in (_FENCE, _CHECKPOINT, _BASE))
+
+
+def settled_claims(entries: Iterable[str]) -> list[str]:
+    """Announcements of fences in a store that decide nothing any more, whether their owner lives or not.
+
+    Once the fence of its token is there, whoever wants it sees that; once a newer one is there, no owner of the token
+    can commit anything. Only what announces a fence newer than all may be of a start that is just under way.
+
+    Args:
+        entries: All names in a place at one moment.
+    """
+    found = [(entry, match) for entry in entries if (match := _FENCE.fullmatch(entry))]
+    tokens = {entry: Token(int(match[1]), int(match[2])) for entry, match in found}
+    newest = max((tokens[entry] for entry, match in found if not match[3]), default=Token(0, 0))
+    return [entry for entry, match in found if match[3] and tokens[entry] <= newest]
 
 
 def fence_name(token: Token) -> str:

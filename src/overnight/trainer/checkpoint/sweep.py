@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from overnight.core.errors import ConflictError, NotFoundError
+from overnight.trainer.checkpoint.fence import clear_claims
 from overnight.trainer.checkpoint.pins import PinWatch, read_pins
 from overnight.trainer.checkpoint.place import CheckpointName, Token
 from overnight.trainer.checkpoint.survey import Role, Survey
@@ -153,6 +154,7 @@ def sweep(
             continue
         done.append(deletion)
         told(deletion)
+    clear_claims(place, found.seen)
     return done
 
 

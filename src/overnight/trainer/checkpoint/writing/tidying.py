@@ -12,7 +12,7 @@ from under them.
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from overnight.trainer.checkpoint.fence import read_fences
+from overnight.trainer.checkpoint.fence import clear_claims, read_fences
 from overnight.trainer.checkpoint.pins import PinWatch
 from overnight.trainer.checkpoint.place import PARTIAL, CheckpointName, Place, Token
 from overnight.trainer.checkpoint.reading.lineage import floor_of
@@ -49,6 +49,7 @@ class Tidying:
             for base in self._not_mentioned(mentioned):
                 place.remove(base)
                 seen.gone(base)
+        clear_claims(place, seen)
         return deleted
 
     def _not_mentioned(self, bases: AbstractSet[str]) -> AbstractSet[str]:
