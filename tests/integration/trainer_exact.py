@@ -12,9 +12,6 @@ import torch
 from torch import nn
 
 from overnight import trainer
-from overnight.trainer import leaving
-
-leaving.LATE_SECONDS = 2.0  # of a rank that has lost a peer, for a commit that cannot be any more
 
 
 class Noisy(torch.utils.data.Dataset):

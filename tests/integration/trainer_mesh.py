@@ -13,9 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from overnight import trainer
-from overnight.trainer import leaving
-
-leaving.LATE_SECONDS = 2.0  # of a rank that has lost a peer, for a commit that cannot be any more
 
 
 class Noisy(torch.utils.data.Dataset):

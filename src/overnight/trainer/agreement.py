@@ -25,6 +25,10 @@ _HINT = (
 )
 
 
+_PROBE = 0xDEAD
+"""Tag of what is sent to see whether a connection is there."""
+
+
 class Spot(IntEnum):
     """Where in a script ranks meet."""
 
@@ -78,6 +82,7 @@ class Agreement:
         self._journal = journal
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._agreed = Wishes()
+        self._probes: list[Any] = []
 
     def exchange(self, wishes: Wishes, step: int) -> Wishes:
         """Hands in this boundary's wishes; returns the agreed ones of the boundary before (one rank: of this one).
@@ -124,6 +129,25 @@ class Agreement:
         self._read()
         met, self._agreed = self._agreed, kept
         return met
+
+    def lost(self) -> list[int]:
+        """Ranks whose connection is gone: they have ended, or their machine has. Only for a rank on its way out.
+
+        Each is sent a byte for which nobody asks: that waits unread while the connection is there, and fails at once
+        when it is not.
+        """
+        if self._group is None or not dist.is_initialized():
+            return []
+        others = set(range(dist.get_world_size(self._group))) - {dist.get_rank(self._group)}
+        return [rank for rank in sorted(others) if not self._reaches(rank)]
+
+    def _reaches(self, rank: int) -> bool:
+        try:
+            probe = torch.zeros(1, dtype=torch.uint8)
+            self._probes.append((dist.isend(probe, group=self._group, group_dst=rank, tag=_PROBE), probe))
+        except RuntimeError:
+            return False
+        return True
 
     def _issue(self, wishes: Wishes, spot: Spot, step: int) -> None:
         same = (step * len(Spot) + spot - 1, self._journal.mark())

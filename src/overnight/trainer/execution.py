@@ -247,7 +247,7 @@ class Run:
 
     def _close_saves(self, error: BaseException | None) -> None:
         """Lets what is staged be committed; nobody is left to be told of a failure but the reader of the output."""
-        failure = self._saves.close(self._departure.late_seconds(error))
+        failure = self._saves.close(self._departure.late_seconds(error), self._departure.prospect())
         if failure is not None:
             complain(f"a save was not committed: {failure.message}")
 

@@ -19,6 +19,7 @@ from overnight.trainer.checkpoint.saver import Saver
 from overnight.trainer.checkpoint.writing.order import Kind
 from overnight.trainer.link import Link
 from overnight.trainer.phases import Ledger
+from overnight.trainer.prospect import Prospect
 
 ACCUMULATION_PATIENCE = 64
 """So many boundaries a save waits for an optimizer's step; then it takes gradients along."""
@@ -27,6 +28,7 @@ FAILURE_SECONDS = 10.0
 """How long a rank waits to hear of the failure that another one knows of already."""
 
 _MAX_TRIES = 3
+_LOOK_SECONDS = 0.05
 
 
 class Saves:
@@ -67,6 +69,7 @@ class Saves:
         self._num_waits = 0
         self._began = False
         self._began_unseen = False
+        self._begun: list[Saving] = []
         self._announced: CheckpointName | None = None
         self._announcing = threading.Lock()
         self._pipeline.on_commit = self._announce
@@ -141,6 +144,7 @@ class Saves:
         self._wanted, self._num_waits = None, 0
         saving = self._saver.save(self._moment(kind))
         self._began = True
+        self._begun = [*(one for one in self._begun if not one.done), saving]
         self._policy.saved(time.monotonic() - started)
         return saving
 
@@ -220,11 +224,29 @@ class Saves:
         if (failure := self._pipeline.take_failure()) is not None:
             raise failure
 
-    def close(self, seconds: float) -> OvernightError | None:
-        """Gives saves that are under way so much time, and ends; returns why one failed, if nobody was told."""
-        failure = self._saver.close(seconds)
+    def waited_for(self) -> CheckpointName | None:
+        """The save whose commit comes next, None if none is under way."""
+        return next((saving.name for saving in self._begun if not saving.done), None)
+
+    def close(self, seconds: float, prospect: Prospect) -> OvernightError | None:
+        """Gives saves that are under way so much time, and ends.
+
+        Args:
+            seconds: At most so much, and no more once it would be in vain.
+            prospect: Says when it is.
+
+        Returns:
+            Why one failed, if nobody was told.
+        """
+        if seconds > 0 and not self._pipeline.wait_for_all(0.0):
+            deadline = time.monotonic() + seconds
+            with prospect:
+                while not (self._pipeline.wait_for_all(_LOOK_SECONDS) or prospect.reason):
+                    if time.monotonic() > deadline:
+                        break
+        failure = self._saver.close(0.0)
         self._tell_commits()
-        return failure
+        return SaveFailedError(prospect.reason) if failure is not None and prospect.reason else failure
 
 
 def _left(deadline: float | None) -> float | None:
