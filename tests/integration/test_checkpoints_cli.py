@@ -232,6 +232,20 @@ def test_diff_says_what_changed_and_by_how_much(place: LocalPlace, cli: Cli) -> 
     assert data(cli("diff", "-o", "json", f"{place.root}@1", f"{place.root}@2"))["equal"] is False
 
 
+def test_a_renamed_folder_is_named_and_is_not_the_checkpoint_of_a_step(
+    place: LocalPlace, cli: Cli, tmp_path: Path
+) -> None:
+    first, *_, last = place.checkpoints()
+    renamed = CheckpointName(last.step, Token(9))
+    shutil.copytree(place.path(first), place.path(renamed))
+    [item] = [
+        item for item in data(cli("list", "-o", "json", str(place.root)))["items"] if item["name"] == str(renamed)
+    ]
+    assert item["kept_as"] == f"foreign: its manifest belongs to {first}" and item["role"] == "hidden"
+    code, _, err = cli("export", f"{place.root}@{last.step}", str(tmp_path / "x.pt"))
+    assert (code, err) == (0, ""), err
+
+
 def test_equal_checkpoints_are_equal(place: LocalPlace, cli: Cli) -> None:
     assert compare(place.root, place.path(CheckpointName(3, Token(1)))).is_equal
     assert "same state" in cli("diff", str(place.root), f"{place.root}@3")[1]

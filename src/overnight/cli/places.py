@@ -91,8 +91,11 @@ class Target:
         if not self.picks:
             return self.url
         from overnight.trainer.checkpoint.reading.lineage import lineage
+        from overnight.trainer.checkpoint.summary import summarize
 
         names = self.names()
+        genuine = self.ask(lambda place: [name for name in names if not summarize(place, name).is_renamed])
+        names = genuine or names  # if that is all that was meant, who reads it says what is wrong
         current = [name for name in self.ask(lambda place: list(lineage(place))) if name in names]
         return f"{self.url}/{(current or names[::-1])[0]}"
 
