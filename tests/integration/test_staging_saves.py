@@ -21,8 +21,11 @@ from waiting import wait_for
 
 from overnight import trainer
 from overnight.core.errors import BadInputError, CheckpointError, SaveFailedError
+from overnight.trainer.checkpoint.manifest import verify
 from overnight.trainer.checkpoint.place import LocalPlace
 from overnight.trainer.checkpoint.reading.finding import open_newest
+from overnight.trainer.checkpoint.reading.restored import Restored
+from overnight.trainer.checkpoint.reading.source import open_source
 from overnight.trainer.execution import Run
 
 DEADLINE_SECONDS = 60.0
@@ -331,6 +334,31 @@ def test_a_run_that_ends_by_an_error_commits_what_is_staged() -> None:
             if step == 2:
                 raise ZeroDivisionError
     assert saved_steps(run) == [1]
+
+
+def test_tensors_that_get_another_form_in_their_memory_are_saved_as_they_are() -> None:
+    table = {"w": torch.arange(6.0).view(2, 3), "n": 0}
+    with trainer.run(every=1, keep=50) as run:
+        run.track(table=table)
+        for step in run.steps(12):
+            table["n"] = step
+            if step % 3 == 2:
+                table["w"].t_()
+            if step == 7:
+                table["w"].resize_(5)
+            if step == 9:
+                table["w"].resize_(2, 2)
+    restored = open_newest(place_of(run))
+    assert restored is not None and restored.manifest.step == 12
+    found = restored.state("table")
+    assert found["n"] == 12 and torch.equal(found["w"], table["w"])
+    for name in place_of(run).checkpoints():
+        folder = place_of(run).path(name)
+        state = Restored(open_source(place_of(run), name), verify(folder)).state("table")
+        assert state["n"] == name.step and tuple(state["w"].shape) == FORMS[name.step - 1]
+
+
+FORMS = [(2, 3), (3, 2), (3, 2), (3, 2), (2, 3), (2, 3), (5,), (5,), (2, 2), (2, 2), (2, 2), (2, 2)]
 
 
 def test_a_save_that_is_discarded_is_taken_again_at_the_next_boundary() -> None:

@@ -20,6 +20,7 @@ Facts = dict[str, Any]
 
 WORLD_SIZE = "world size"
 _SHOWN = 6
+_DENORMAL, _ONE = 1e-310, 1.0
 _CUDA_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "NCCL_ALGO", "NCCL_PROTO")
 
 
@@ -82,8 +83,8 @@ def _processor() -> str:
 
 
 def _flushes_denormals() -> bool:
-    """Whether tiny numbers become 0 (``torch.set_flush_denormal``), which torch tells only by doing it."""
-    return bool((torch.tensor([1e-310], dtype=torch.float64) * 1.0).item() == 0.0)
+    """Whether tiny numbers become 0 (``torch.set_flush_denormal``): a mode of the processor in this thread."""
+    return _DENORMAL * _ONE == 0.0
 
 
 def _cuda_flags() -> Facts:

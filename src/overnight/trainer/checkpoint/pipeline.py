@@ -7,7 +7,6 @@ long step still gets its last staged state committed.
 
 import contextlib
 import gc
-import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,9 +16,10 @@ from typing import Any
 from overnight.core.errors import OvernightError, SaveDiscardedError
 from overnight.trainer.checkpoint.handle import SaveHandle, Saving, as_failure
 from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, Place, partial_name
+from overnight.trainer.checkpoint.repetition import Encoder
 from overnight.trainer.checkpoint.staging.stager import Staged, Stager
 from overnight.trainer.checkpoint.staging.worker import Worker
-from overnight.trainer.checkpoint.state import Json, encode
+from overnight.trainer.checkpoint.state import Encoded, encode
 from overnight.trainer.checkpoint.writing.client import WriterClient
 from overnight.trainer.checkpoint.writing.meeting import Meeting
 from overnight.trainer.checkpoint.writing.order import Author, Kind, SaveOrder
@@ -91,6 +91,7 @@ class Pipeline:
         self._num_discards = 0
         self._closed = False
         self._follower = Worker("overnight-following")
+        self._encoder = Encoder()
         self.on_commit: Callable[[Saving], object] = lambda saving: None
         self.wants_again = False
 
@@ -121,12 +122,12 @@ class Pipeline:
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
-    def begin(self, moment: Moment, states: Mapping[str, Any], objects: Collection[Any]) -> Saving:
+    def begin(self, moment: Moment, states: Callable[[], Mapping[str, Any]], objects: Collection[Any]) -> Saving:
         """Stages the state of this moment; nobody else may be reading the arena (:attr:`busy`).
 
         Args:
             moment: When, why, and the run's own state.
-            states: Live state of the tracked objects by name.
+            states: Gives the live state of the tracked objects by name.
             objects: They themselves.
 
         Raises:
@@ -143,11 +144,9 @@ class Pipeline:
         saving.handles = handles
         try:
             with _no_collection():
-                encoded = encode({**states, **moment.internal})
+                encoded = self._encoder.encode({**states(), **moment.internal})
                 self._under_way.append(saving)
-                self._stager.stage(
-                    encoded, objects, lambda staged: self._hand_over(saving, moment, encoded.objects, staged)
-                )
+                self._stager.stage(encoded, objects, lambda staged: self._hand_over(saving, moment, encoded, staged))
         except BaseException as error:
             with contextlib.suppress(ValueError):
                 self._under_way.remove(saving)
@@ -159,19 +158,21 @@ class Pipeline:
             raise
         return saving
 
-    def prepare(self, states: Mapping[str, Any], objects: Collection[Any]) -> None:
+    def prepare(self, states: Callable[[], Mapping[str, Any]], objects: Collection[Any]) -> None:
         """Takes the memory for such saves in the background, ahead of the first."""
         with _no_collection():
-            self._stager.prepare(encode(states), objects)
+            self._stager.prepare(encode(states()), objects)
 
-    def _hand_over(self, saving: Saving, moment: Moment, objects: Mapping[str, Json], staged: Staged) -> None:
+    def _hand_over(self, saving: Saving, moment: Moment, encoded: Encoded, staged: Staged) -> None:
         """Runs in the staging thread."""
         try:
+            if staged.outdated:
+                self._encoder.forget()
             if not staged.good:
                 raise _reason(saving.name, staged)
             saving.staged.set()
             self._before_submit()
-            text = json.dumps(objects, separators=(",", ":"))
+            text = encoded.text()
             with self._lock:
                 self._num_orders += 1
                 order = SaveOrder(
@@ -319,6 +320,11 @@ class Pipeline:
 def _reason(name: CheckpointName, staged: Staged) -> OvernightError:
     if staged.error is not None:
         return as_failure(staged.error, name)
+    if staged.outdated:
+        return SaveDiscardedError(
+            f"checkpoint {name} was discarded: a tensor has another shape, type or memory than at the save before",
+            hint="It is saved again at the next boundary.",
+        )
     changed = ", ".join(repr(one) for one in staged.changed)
     return SaveDiscardedError(
         f"checkpoint {name} was discarded: {changed} was changed, not by an optimizer's step, while it was copied",

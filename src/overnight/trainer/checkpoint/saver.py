@@ -83,7 +83,7 @@ class Saver:
         if not self._is_prepared:
             self._is_prepared = True
             self.pipeline.start_writer()
-            self.pipeline.prepare(self._states(), self._objects())
+            self.pipeline.prepare(self._states, self._objects())
 
     def request(self) -> SaveHandle:
         """A handle to the next save."""
@@ -100,7 +100,7 @@ class Saver:
             self.pipeline.start_writer()
         if pending := self.pending_gradients():
             moment = replace(moment, internal={**moment.internal, GRADIENTS: pending})
-        return self.pipeline.begin(moment, self._states(), self._objects())
+        return self.pipeline.begin(moment, self._states, self._objects())
 
     def _states(self) -> dict[str, Any]:
         return {name: state_of(obj) for name, obj in self._tracked.items()}

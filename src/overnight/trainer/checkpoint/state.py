@@ -14,13 +14,13 @@ import json
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 Json = Any
 _MARK = "$"
-_PLAIN = frozenset((type(None), bool, int, float, str))
+PLAIN = frozenset((type(None), bool, int, float, str))
+"""Types that are JSON as they are."""
 
 
 class Leaf(NamedTuple):
@@ -55,17 +56,53 @@ class Leaf(NamedTuple):
     at: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
 class Encoded:
     """States, taken apart.
 
-    Attributes:
+    Args:
         objects: JSON by object name; tensors are references to keys.
         leaves: Live tensors by key; memory that is used at several places is one leaf.
+        form: Identity of all that is not content; None if it is not known. What has the same one has the same leaves,
+            but for their content and address.
     """
 
-    objects: dict[str, Json]
-    leaves: dict[str, Leaf]
+    def __init__(self, objects: dict[str, Json], leaves: dict[str, Leaf], form: object | None = None) -> None:
+        self._objects = objects
+        self._leaves = leaves
+        self.form = form
+
+    @property
+    def objects(self) -> dict[str, Json]:
+        """JSON by object name."""
+        return self._objects
+
+    @property
+    def leaves(self) -> dict[str, Leaf]:
+        """Live tensors by key."""
+        return self._leaves
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The live tensors of all leaves, in their order; some may ask for gradients."""
+        return [leaf.tensor for leaf in self.leaves.values()]
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """Where each of them begins."""
+        return np.array([leaf.tensor.data_ptr() for leaf in self.leaves.values()], dtype=np.uint64)
+
+    def is_true(self) -> bool:
+        """Whether all that is said here of the tensors is so; to be asked before what was copied is used."""
+        return True
+
+    def text(self) -> str:
+        """The objects as JSON text."""
+        return to_text(self.objects)
+
+
+def to_text(value: Json) -> str:
+    """JSON text without spaces."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
@@ -85,14 +122,22 @@ def encode(states: Mapping[str, Any]) -> Encoded:
     Raises:
         SaveFailedError: Something in a state cannot be saved; the message names its path.
     """
-    encoder = _Encoder()
-    objects = {}
-    for name, state in states.items():
-        try:
-            objects[name] = encoder.encode(state, name)
-        except RecursionError:
-            raise SaveFailedError(f"{name} is nested too deeply or contains itself", hint="Track flat state.") from None
-    return Encoded(objects, encoder.leaves)
+    walk = Encoding()
+    return Encoded(walk.encode_all(states), walk.leaves)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is stored as the bytes of a numpy array or scalar."""
+    kind = type(value)
+    return (isinstance(value, np.generic) or kind in (np.ndarray, np.memmap)) and not value.dtype.hasobject
+
+
+def bytes_of_array(value: Any) -> torch.Tensor:
+    """A flat uint8 tensor of an array's content; it shares the array's memory where that is possible."""
+    data = np.ascontiguousarray(value)
+    if not data.flags.writeable or not data.itemsize:
+        data = np.array(data, copy=True)
+    return torch.from_numpy(data.reshape(-1).view(np.uint8) if data.itemsize else np.empty(0, np.uint8))
 
 
 def _same(leaf: Leaf, other: Leaf) -> bool:
@@ -111,16 +156,39 @@ def _same(leaf: Leaf, other: Leaf) -> bool:
 _is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
-class _Encoder:
+class Encoding:
+    """The walk through states that takes them apart.
+
+    Attributes:
+        leaves: What was found.
+        seen: The JSON of each tensor and array, in the order of the walk.
+        firsts: For each leaf the index in ``seen`` where it was found first.
+    """
+
     def __init__(self) -> None:
         self.leaves: dict[str, Leaf] = {}
+        self.seen: list[Json] = []
+        self.firsts: list[int] = []
         self._by_memory: dict[int, list[Leaf]] = {}
 
+    def encode_all(self, states: Mapping[str, Any]) -> dict[str, Json]:
+        """JSON of each state by object name; see :func:`encode`."""
+        objects = {}
+        for name, state in states.items():
+            try:
+                objects[name] = self.encode(state, name)
+            except RecursionError:
+                raise SaveFailedError(
+                    f"{name} is nested too deeply or contains itself", hint="Track flat state."
+                ) from None
+        return objects
+
     def encode(self, value: Any, path: str) -> Json:
+        """JSON of a value that was found at a path."""
         kind = type(value)
-        if kind is torch.Tensor:
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._usual(value, path)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
@@ -135,7 +203,7 @@ class _Encoder:
             return {_MARK: kind.__name__, "items": sorted(items, key=json.dumps)}
         if kind is bytes:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode()}
-        if (isinstance(value, np.generic) or kind in (np.ndarray, np.memmap)) and not value.dtype.hasobject:
+        if is_array(value):
             return self._array(value, path)
         return self._opaque(value, path)
 
@@ -143,7 +211,7 @@ class _Encoder:
         if type(value) is dict and all([type(key) is str and key[:1] != _MARK for key in value]):
             return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
         items = [
-            [key if type(key) in _PLAIN else self.encode(key, f"{path} key"), self.encode(item, f"{path}.{key}")]
+            [key if type(key) in PLAIN else self.encode(key, f"{path} key"), self.encode(item, f"{path}.{key}")]
             for key, item in value.items()
         ]
         if type(value) is dict:
@@ -159,7 +227,9 @@ class _Encoder:
         leaf = Leaf(path, tensor.detach() if tensor.requires_grad else tensor, "cpu")
         self._by_memory[address] = [leaf]
         self.leaves[path] = leaf
-        return {_MARK: "tensor", "key": path, "on": "cpu", "shape": list(tensor.shape)}
+        self.firsts.append(len(self.seen))
+        self.seen.append(found := {_MARK: "tensor", "key": path, "on": "cpu", "shape": list(tensor.shape)})
+        return found
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
         kind = type(tensor)
@@ -185,7 +255,9 @@ class _Encoder:
         if tensor.requires_grad:
             tensor = tensor.detach()
         on = "cpu" if tensor.is_cpu else tensor.device.type  # the latter takes 0.7 us
-        return {_MARK: "tensor", "key": self._leaf(tensor, path, on), "on": on, "shape": list(tensor.shape)}
+        found = {_MARK: "tensor", "key": self._leaf(tensor, path, on), "on": on, "shape": list(tensor.shape)}
+        self.seen.append(found)
+        return found
 
     def _shard(self, tensor: "DTensor", path: str) -> Json:
         try:
@@ -222,6 +294,7 @@ class _Encoder:
                     return other.key
             here.append(leaf)
         self.leaves[leaf.key] = leaf
+        self.firsts.append(len(self.seen))
         return leaf.key
 
     def _sparse(self, tensor: torch.Tensor, path: str) -> Json:
@@ -253,15 +326,14 @@ class _Encoder:
         return key
 
     def _array(self, value: Any, path: str) -> Json:
-        data = np.ascontiguousarray(value)
-        if not data.flags.writeable or not data.itemsize:
-            data = np.array(data, copy=True)
-        flat = data.reshape(-1).view(np.uint8) if data.itemsize else np.empty(0, np.uint8)
         key = self._unused(path)
-        self.leaves[key] = Leaf(key, torch.from_numpy(flat), "cpu")
-        described = self.encode(np.lib.format.dtype_to_descr(data.dtype), path)
+        self.leaves[key] = Leaf(key, bytes_of_array(value), "cpu")
+        self.firsts.append(len(self.seen))
+        described = self.encode(np.lib.format.dtype_to_descr(value.dtype), path)
         scalar = isinstance(value, np.generic)
-        return {_MARK: "array", "key": key, "dtype": described, "shape": list(np.shape(value)), "scalar": scalar}
+        found = {_MARK: "array", "key": key, "dtype": described, "shape": list(np.shape(value)), "scalar": scalar}
+        self.seen.append(found)
+        return found
 
     def _opaque(self, value: Any, path: str) -> Json:
         buffer = io.BytesIO()

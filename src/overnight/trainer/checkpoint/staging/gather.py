@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES
 
 ALIGNMENT = 64
-"""Bytes; where every tensor begins in the arena, as in the files that ``torch.save`` writes. Large ones, if they come
-first, begin at a page: so they can go from there to the disk without another copy."""
+"""Bytes; where tensors begin in the arena, as in the files that ``torch.save`` writes. Large ones, if they come first,
+begin at a page: so they can go from there to the disk without another copy."""
 
 _MAX_PIECES = 1024
 _ADDRESS, _LENGTH = 0, 1
@@ -33,13 +33,12 @@ _ZEROS = (ctypes.c_char * PAGE_BYTES)()
 
 
 class Gather:
-    """Pieces of memory that belong next to each other in a file, each at a multiple of :data:`ALIGNMENT`.
-
-    What is large takes whole pages.
+    """Pieces of memory that belong next to each other in a file. What is large takes whole pages.
 
     Args:
         start: Where the first one begins in the file.
         lengths: Bytes of each.
+        alignment: Where each begins: at a multiple of it. Gaps cost as much time as small pieces do.
 
     Attributes:
         offsets: Where each begins in the file.
@@ -47,9 +46,9 @@ class Gather:
         end: Where the next would begin.
     """
 
-    def __init__(self, start: int, lengths: Sequence[int] | NDArray[np.int64]) -> None:
+    def __init__(self, start: int, lengths: Sequence[int] | NDArray[np.int64], *, alignment: int = ALIGNMENT) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
-        units = np.where(self.lengths < LARGE_BYTES, ALIGNMENT, PAGE_BYTES)
+        units = np.where(self.lengths < LARGE_BYTES, alignment, PAGE_BYTES)
         padded = -(-self.lengths // units) * units
         self.offsets = start + np.cumsum(padded) - padded
         self.end = start + int(padded.sum())
@@ -67,7 +66,7 @@ class Gather:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def write(self, descriptor: int, addresses: Sequence[int]) -> None:
+    def write(self, descriptor: int, addresses: Sequence[int] | NDArray[np.uint64]) -> None:
         """Copies the pieces, which lie at these addresses, into the file.
 
         Raises:

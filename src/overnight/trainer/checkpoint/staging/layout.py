@@ -3,13 +3,16 @@
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from overnight.trainer.checkpoint.staging.gather import Gather
+from overnight.trainer.checkpoint.staging.gather import ALIGNMENT, Gather
 from overnight.trainer.checkpoint.staging.ownership import Memory
 from overnight.trainer.checkpoint.state import Encoded, Leaf
-from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES, Piece
+from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES, Piece, Pieces
 
 MIN_LATER_BYTES = 4096
 """Smaller tensors are copied at once: that costs less than watching them."""
@@ -71,15 +74,15 @@ class Layout:
     Attributes:
         signature: See :func:`signature_of`.
         pieces: All tensors, as the writer wants them, in the order of the arena.
-        order: Index of the leaf behind each piece.
+        sources: For each way the indices of its leaves, in the order of the arena.
         names: For each piece the tracked object that it was found in first.
         groups: For each way its pieces.
         size: Bytes.
     """
 
     signature: Signature
-    pieces: tuple[Piece, ...]
-    order: tuple[int, ...]
+    pieces: Pieces
+    sources: tuple[NDArray[np.intp], ...]
     names: tuple[str, ...]
     groups: tuple[Gather, ...]
     size: int
@@ -89,9 +92,14 @@ class Layout:
         start = sum(len(group) for group in self.groups[:way])
         return range(start, start + len(self.groups[way]))
 
-    def pick(self, leaves: Sequence[Leaf], way: Way) -> list[Leaf]:
-        """The leaves that go one way, in the order of the arena."""
-        return [leaves[self.order[index]] for index in self.members(way)]
+    @cached_property
+    def watched(self) -> NDArray[np.intp]:
+        """Indices of the leaves whose way depends on where they are: in memory that an optimizer owns."""
+        return np.concatenate([self.sources[Way.LATER], self.sources[Way.DEVICE]])
+
+    def pick(self, tensors: Sequence[torch.Tensor], way: Way) -> list[torch.Tensor]:
+        """The tensors of the leaves that go one way, in the order of the arena."""
+        return [tensors[index] for index in self.sources[way].tolist()]
 
 
 def lay_out(encoded: Encoded, ways: Sequence[Way], signature: Signature, frozen: Container[int]) -> Layout:
@@ -104,19 +112,21 @@ def lay_out(encoded: Encoded, ways: Sequence[Way], signature: Signature, frozen:
         frozen: Addresses of parameters that no optimizer is expected to change.
     """
     leaves = list(encoded.leaves.values())
-    order: list[int] = []
+    sources: list[NDArray[np.intp]] = []
     groups: list[Gather] = []
     end = 0
     for way in Way:
         indices = [index for index, chosen in enumerate(ways) if chosen is way]
         indices.sort(key=lambda index: leaves[index].tensor.nbytes < LARGE_BYTES)  # large ones, at pages, come first
-        groups.append(Gather(end, [leaves[index].tensor.nbytes for index in indices]))
+        lengths = [leaves[index].tensor.nbytes for index in indices]
+        groups.append(Gather(end, lengths, alignment=1 if way is Way.NOW else ALIGNMENT))  # training waits for these
         end = -(-groups[-1].end // PAGE_BYTES) * PAGE_BYTES
-        order += indices
+        sources.append(np.array(indices, dtype=np.intp))
+    order = [index for indices in sources for index in indices.tolist()]
     offsets = [int(offset) for group in groups for offset in group.offsets]
-    pieces = tuple(_piece(leaves[index], offset, frozen) for index, offset in zip(order, offsets, strict=True))
+    pieces = Pieces(_piece(leaves[index], offset, frozen) for index, offset in zip(order, offsets, strict=True))
     names = tuple(object_of(piece.key, encoded) for piece in pieces)
-    return Layout(signature, pieces, tuple(order), names, tuple(groups), end)
+    return Layout(signature, pieces, tuple(sources), names, tuple(groups), end)
 
 
 def object_of(key: str, encoded: Encoded) -> str:

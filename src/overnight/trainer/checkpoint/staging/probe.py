@@ -29,7 +29,9 @@ class Probe:
         group: The pieces; none is smaller than a block.
     """
 
-    def __init__(self, random: np.random.Generator, scratch: Arena, group: Gather, addresses: Sequence[int]) -> None:
+    def __init__(
+        self, random: np.random.Generator, scratch: Arena, group: Gather, addresses: Sequence[int] | NDArray[np.uint64]
+    ) -> None:
         counts = 1 + group.lengths // STRIDE_BYTES
         self._owner = np.repeat(np.arange(len(group)), counts)
         lengths = group.lengths[self._owner]

@@ -7,7 +7,7 @@ a step of its own), waits until the copy is complete.
 
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +15,19 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.staging.arena import Arena, no_memory
 from overnight.trainer.checkpoint.staging.device import DeviceCopies, DeviceCopy
 from overnight.trainer.checkpoint.staging.layout import Layout, Way, choose_ways, lay_out, signature_of
-from overnight.trainer.checkpoint.staging.ownership import Memory, freed, frozen_memory, owned_memory
+from overnight.trainer.checkpoint.staging.ownership import freed, frozen_memory, owned_memory
 from overnight.trainer.checkpoint.staging.probe import Probe, scratch_bytes
 from overnight.trainer.checkpoint.staging.versions import Versions
 from overnight.trainer.checkpoint.staging.worker import Worker
-from overnight.trainer.checkpoint.state import Encoded, Leaf
-from overnight.trainer.checkpoint.writing.order import Piece
+from overnight.trainer.checkpoint.state import Encoded
+from overnight.trainer.checkpoint.writing.order import Pieces
 
 SPARE = 1.02
 """Room for a state that grows a little; it costs memory only when it is used."""
@@ -39,20 +40,42 @@ class Staged:
     Attributes:
         arena: Where; untouched until the next state is staged.
         pieces: What.
+        outdated: What was known of the tensors is not true any more: they have another form.
         changed: Names of the objects whose content was changed outside an optimizer's step while it was copied. The
             arena then holds no moment's state.
         error: Why it could not be copied.
     """
 
     arena: Arena
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
+    outdated: bool = False
     changed: list[str] = field(default_factory=list)
     error: Exception | None = None
 
     @property
     def good(self) -> bool:
         """Whether the arena holds the state of the boundary."""
-        return not self.changed and self.error is None
+        return not (self.outdated or self.changed) and self.error is None
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What the choice of ways depends on beside addresses.
+
+    Attributes:
+        form: Of the state.
+        params: Identities of what the optimizers change.
+        restless: Names of objects that are copied at once.
+    """
+
+    form: object | None
+    params: list[int]
+    restless: frozenset[str]
+
+    @classmethod
+    def of(cls, encoded: Encoded, optimizers: Sequence[torch.optim.Optimizer], restless: Collection[str]) -> "_Basis":
+        groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+        return cls(encoded.form, [id(param) for params in groups for param in params], frozenset(restless))
 
 
 class Stager:
@@ -70,6 +93,9 @@ class Stager:
         self._random = random
         self._pid = os.getpid()
         self._layout: Layout | None = None
+        self._basis: _Basis | None = None
+        self._watched_addresses = np.empty(0, np.uint64)
+        self._waits: list[bool] = []
         self._arena: Arena | None = None
         self._scratch: Arena | None = None
         self._num_arenas = 0
@@ -109,7 +135,7 @@ class Stager:
         Raises:
             SaveFailedError: There is none. Memory that runs out later is an error of the save.
         """
-        _, arena = self._place(encoded, objects, self._owned(objects))
+        _, arena = self._place(encoded, objects, encoded.addresses)
 
         def touch() -> None:
             with suppress(SaveFailedError):
@@ -129,15 +155,14 @@ class Stager:
             SaveFailedError: No memory for it. Nothing will be called.
         """
         self.join()
-        leaves = list(encoded.leaves.values())
-        owned = self._owned(objects)
-        layout, arena = self._place(encoded, objects, owned)
-        later = layout.pick(leaves, Way.LATER)
-        addresses = [leaf.tensor.data_ptr() for leaf in later]
-        memory = [leaf.tensor.untyped_storage() for leaf in later]  # alive even if the tensors are given another
-        versions = Versions([leaf.tensor for leaf in later])
+        tensors, all_addresses = encoded.tensors, encoded.addresses
+        layout, arena = self._place(encoded, objects, all_addresses)
+        later = layout.pick(tensors, Way.LATER)
+        addresses = all_addresses[layout.sources[Way.LATER]]
+        memory = [tensor.untyped_storage() for tensor in later]  # alive even if the tensors are given another
+        versions = Versions(later)
         try:
-            self._copy_now(layout, arena, leaves, owned)
+            self._copy_now(layout, arena, tensors, all_addresses)
             probe = self._look(layout, addresses)
         except OSError as error:
             raise no_memory(layout.size, error) from error
@@ -148,8 +173,9 @@ class Stager:
 
         def copy() -> None:
             try:
+                staged.outdated = not encoded.is_true()
                 layout.groups[Way.LATER].write(arena.fileno(), addresses)
-                wrong = {*freed(memory, addresses, layout.groups[Way.LATER].lengths), *versions.moved()}
+                wrong = {*freed(memory, addresses.tolist(), layout.groups[Way.LATER].lengths), *versions.moved()}
                 if probe is not None:
                     wrong.update(probe.wrong_copies(arena), probe.changed_source())
                 self._blame(staged, {watched[index] for index in wrong})
@@ -183,16 +209,27 @@ class Stager:
 
     # -- where everything goes ------------------------------------------------------------------------------------
 
-    def _place(self, encoded: Encoded, objects: Collection[Any], owned: Memory) -> tuple[Layout, Arena]:
-        ways = choose_ways(encoded, owned, self.restless)
-        signature = signature_of(encoded, ways)
-        if self._layout is None or self._layout.signature != signature:
-            self._layout = lay_out(encoded, ways, signature, frozen_memory(objects))
+    def _place(self, encoded: Encoded, objects: Collection[Any], addresses: NDArray[np.uint64]) -> tuple[Layout, Arena]:
+        optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer) and one not in self._graphed]
+        basis = _Basis.of(encoded, optimizers, self.restless)
+        if self._layout is None or not self._holds(self._layout, basis, addresses):
+            owned = owned_memory(optimizers)
+            ways = choose_ways(encoded, owned, self.restless)
+            signature = signature_of(encoded, ways)
+            if self._layout is None or self._layout.signature != signature:
+                self._layout = lay_out(encoded, ways, signature, frozen_memory(objects))
+            self._basis = basis
+            self._watched_addresses = addresses[self._layout.watched]
+            on_device = self._layout.pick(encoded.tensors, Way.DEVICE)
+            self._waits = [owned.get(tensor.data_ptr()) == tensor.nbytes for tensor in on_device]
         return self._layout, self._arena_for(self._layout)
 
-    def _owned(self, objects: Collection[Any]) -> Memory:
-        return owned_memory(
-            one for one in objects if isinstance(one, torch.optim.Optimizer) and one not in self._graphed
+    def _holds(self, layout: Layout, basis: "_Basis", addresses: NDArray[np.uint64]) -> bool:
+        """Whether the ways that were chosen last are still right."""
+        return (
+            basis.form is not None
+            and basis == self._basis
+            and np.array_equal(addresses[layout.watched], self._watched_addresses)
         )
 
     def _arena_for(self, layout: Layout) -> Arena:
@@ -212,23 +249,25 @@ class Stager:
 
     # -- copying ------------------------------------------------------------------------------------------------------
 
-    def _copy_now(self, layout: Layout, arena: Arena, leaves: list[Leaf], owned: Memory) -> None:
-        now = layout.pick(leaves, Way.NOW)
-        layout.groups[Way.NOW].write(arena.fileno(), [leaf.tensor.data_ptr() for leaf in now])
-        for index, leaf in zip(layout.members(Way.STRIDED), layout.pick(leaves, Way.STRIDED), strict=True):
-            view = arena.view(layout.pieces[index].offset, leaf.tensor.dtype, tuple(leaf.tensor.shape))
-            view.copy_(leaf.tensor)
-        copies = []
-        for index in layout.members(Way.DEVICE):
-            tensor = leaves[layout.order[index]].tensor
-            is_owned = owned.get(tensor.data_ptr()) == tensor.nbytes
-            waits = is_owned and layout.names[index] not in self.restless
-            copies.append(DeviceCopy(index, layout.pieces[index].offset, tensor, waits))
+    @torch.no_grad()
+    def _copy_now(
+        self, layout: Layout, arena: Arena, tensors: Sequence[torch.Tensor], addresses: NDArray[np.uint64]
+    ) -> None:
+        layout.groups[Way.NOW].write(arena.fileno(), addresses[layout.sources[Way.NOW]])
+        for index, tensor in zip(layout.members(Way.STRIDED), layout.pick(tensors, Way.STRIDED), strict=True):
+            arena.view(layout.pieces[index].offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+        on_device = zip(layout.members(Way.DEVICE), layout.pick(tensors, Way.DEVICE), self._waits, strict=True)
+        copies = [
+            DeviceCopy(
+                index, layout.pieces[index].offset, tensor.detach(), waits and layout.names[index] not in self.restless
+            )
+            for index, tensor, waits in on_device
+        ]
         self._devices.begin(arena, copies)
 
-    def _look(self, layout: Layout, addresses: list[int]) -> Probe | None:
+    def _look(self, layout: Layout, addresses: NDArray[np.uint64]) -> Probe | None:
         group = layout.groups[Way.LATER]
-        if not addresses:
+        if not len(group):
             return None
         needed = scratch_bytes(group)
         if self._scratch is None or self._scratch.size < needed:

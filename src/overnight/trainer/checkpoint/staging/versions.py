@@ -23,7 +23,10 @@ class Versions:
         self._before = self._take()
 
     def _take(self) -> list[int]:
-        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        try:
+            return [tensor._version for tensor in self._tensors]
+        except RuntimeError:  # of inference tensors, which have none
+            return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
 
     def moved(self) -> list[int]:
         """Indices of the tensors that were changed in place since the boundary."""

@@ -4,6 +4,7 @@ import json
 import mmap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from overnight.trainer.checkpoint.place import CheckpointName, Token
@@ -83,6 +84,16 @@ class Piece:
         return self.key, self.at
 
 
+class Pieces(tuple[Piece, ...]):
+    """Pieces of many saves; their text is made once."""
+
+    @cached_property
+    def text(self) -> str:
+        """JSON; rows, since there may be 100,000 of them."""
+        rows = [[p.key, p.dtype, p.shape, p.offset, p.num_bytes, p.whole, p.at, p.frozen] for p in self]
+        return json.dumps(rows, separators=(",", ":"))
+
+
 @dataclass(frozen=True)
 class SaveOrder:
     """One rank's part of one checkpoint.
@@ -120,10 +131,10 @@ class SaveOrder:
         return sum(piece.num_bytes for piece in self.pieces)
 
     def to_bytes(self) -> bytes:
-        """The order as UTF-8 JSON; pieces are rows, since there may be 100,000 of them."""
-        rows = [[p.key, p.dtype, p.shape, p.offset, p.num_bytes, p.whole, p.at, p.frozen] for p in self.pieces]
+        """The order as UTF-8 JSON."""
+        pieces = self.pieces if isinstance(self.pieces, Pieces) else Pieces(self.pieces)
         body = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "pieces"}
-        return json.dumps({**body, "pieces": rows}, separators=(",", ":")).encode()
+        return f'{json.dumps(body, separators=(",", ":"))[:-1]},"pieces":{pieces.text}}}'.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SaveOrder":

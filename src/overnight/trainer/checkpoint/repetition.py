@@ -1,0 +1,400 @@
+"""Takes apart the states of one save after the other, and anew only what is not as it was in the save before.
+
+Training waits while a state is taken apart: some microseconds for each of its thousands of tensors. But from save to
+save the same tensors lie at the same paths, in the same form. So names and JSON are kept, and a save compares what they
+depend on: containers, keys and types; numbers and strings by value, object by object. The form of the tensors (shape,
+type, contiguous or not) and which of them share memory are compared while training goes on: they are as good as never
+others, and if they are, the save is discarded and taken again. What is kept refers to no tensor, and keeps no memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from overnight.trainer.checkpoint.state import (
+    PLAIN,
+    Encoded,
+    Encoding,
+    Json,
+    Leaf,
+    bytes_of_array,
+    is_array,
+    to_text,
+)
+
+_T = TypeVar("_T")
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_SCALARS = PLAIN | {bytes}
+_UNUSUAL = (RuntimeError, NotImplementedError)
+"""What tensors raise that have no address, shape or strides: sparse and nested ones, and others."""
+
+_KEYS = frozenset((str, int, bool, type(None)))
+_values_of = dict[Any, Any].values
+
+
+class Encoder:
+    """Takes states apart as :func:`~overnight.trainer.checkpoint.state.encode` does, faster the second time."""
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+
+    def forget(self) -> None:
+        """Looks at everything anew the next time."""
+        self._kept = None
+
+    def encode(self, states: Mapping[str, Any]) -> Encoded:
+        """Takes states apart without copying a tensor.
+
+        Args:
+            states: Live state by object name.
+
+        Raises:
+            SaveFailedError: Something in a state cannot be saved; the message names its path.
+        """
+        flat = _flatten(states)
+        if flat is not None and self._kept is not None and self._kept.fits(flat):
+            return _Repeated(self._kept, flat)
+        self._kept = None
+        walk = Encoding()
+        objects = walk.encode_all(states)
+        with suppress(*_UNUSUAL):
+            self._kept = _Kept(flat, walk, objects) if flat is not None else None
+        return Encoded(objects, walk.leaves, self._kept)
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+class _Unit(NamedTuple):
+    """A part of the states whose JSON is kept: an object, or what a key of it leads to.
+
+    Attributes:
+        name: Of the object.
+        key: None for a whole object.
+        value: The live state.
+        plain: All that is no container, key or tensor in it, in order.
+        start: How many tensors lie before its own.
+    """
+
+    name: str
+    key: str | None
+    value: Any
+    plain: list[Any]
+    start: int
+
+
+class _OddError(Exception):
+    """Something that is to be looked at anew each time."""
+
+
+class _Flat:
+    """States in a row.
+
+    Attributes:
+        names: Of the objects.
+        skeleton: Containers with their keys and the types of what is in them, in order.
+        units: The parts.
+        tensors: All tensors, and arrays as tensors of bytes; in the order in which they are encoded.
+        addresses: Where each begins; 0 for empty ones.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.skeleton: list[Any] = []
+        self.units: list[_Unit] = []
+        self.tensors: list[torch.Tensor] = []
+        self.addresses = np.empty(0, np.uint64)
+
+    def add_unit(self, name: str, key: str | None, value: Any) -> None:
+        plain: list[Any] = []
+        self.units.append(_Unit(name, key, value, plain, len(self.tensors)))
+        self.skeleton.append((name, key, type(value)))
+        self._add((value,), (type(value),), plain)
+
+    def _add(self, values: Any, kinds: Sequence[type], plain: list[Any]) -> None:
+        distinct = set(kinds)
+        if distinct <= _TENSORS:
+            self.tensors.extend(values)
+        elif distinct <= _SCALARS:
+            plain.extend(values)
+        elif not (distinct == {dict} and self._add_rows(values)):
+            for kind, value in zip(kinds, values, strict=True):
+                self._add_one(kind, value, plain)
+
+    def _add_rows(self, rows: Collection[dict[Any, Any]]) -> bool:
+        """Adds dicts of tensors, as the states of an optimizer are, all at once; False if they are something else."""
+        keys = list(chain.from_iterable(rows))
+        values = list(chain.from_iterable(map(_values_of, rows)))
+        if set(map(type, keys)) != {str} or not set(map(type, values)) <= _TENSORS:
+            return False
+        self.skeleton += list(map(len, rows)), keys
+        self.tensors += values
+        return True
+
+    def _add_one(self, kind: type, value: Any, plain: list[Any]) -> None:
+        if kind is dict or kind is OrderedDict:
+            keys, kinds = list(value), list(map(type, value.values()))
+            self.skeleton += keys, kinds
+            if set(map(type, keys)) != {str}:
+                self._add_keys(keys)
+            self._add(value.values(), kinds, plain)
+            if kind is OrderedDict:
+                self._add_notes(getattr(value, "_metadata", None), plain)
+        elif kind in _TENSORS:
+            self.tensors.append(value)
+        elif kind in _SCALARS:
+            plain.append(value)
+        elif kind is list or kind is tuple:
+            kinds = list(map(type, value))
+            self.skeleton.append(kinds)
+            self._add(value, kinds, plain)
+        elif is_array(value):
+            self.skeleton.append((value.dtype, np.shape(value)))
+            self.tensors.append(bytes_of_array(value))
+        else:
+            raise _OddError
+
+    def _add_notes(self, notes: Any, plain: list[Any]) -> None:
+        """Adds what torch notes about a module's submodules: a dict for each, with its version."""
+        if notes is None:
+            plain.append(None)
+            return
+        if type(notes) is not OrderedDict or set(map(type, notes.values())) != {dict} or hasattr(notes, "_metadata"):
+            raise _OddError
+        keys = [*notes, *chain.from_iterable(notes.values())]
+        values = list(chain.from_iterable(map(_values_of, notes.values())))
+        if set(map(type, keys)) != {str} or not set(map(type, values)) <= _SCALARS:
+            raise _OddError
+        self.skeleton += keys, list(map(len, notes.values()))
+        plain.extend(values)
+
+    def _add_keys(self, keys: list[Any]) -> None:
+        kinds = list(map(type, keys))
+        if not set(kinds) <= _KEYS:
+            raise _OddError
+        self.skeleton.append(kinds)  # True is 1 when compared, but not in JSON
+
+
+def _flatten(states: Mapping[str, Any]) -> _Flat | None:
+    """The states in a row; None if there is something in them that has to be looked at anew each time."""
+    flat = _Flat(tuple(states))
+    try:
+        for name, state in states.items():
+            if type(state) is dict and all([type(key) is str and key[:1] != "$" for key in state]):
+                flat.skeleton.append((name, tuple(state)))
+                for key, value in state.items():
+                    flat.add_unit(name, key, value)
+            else:
+                flat.add_unit(name, None, state)
+        flat.addresses = np.array(list(map(torch.Tensor.data_ptr, flat.tensors)), dtype=np.uint64)
+    except (_OddError, RecursionError, *_UNUSUAL):
+        return None
+    return flat
+
+
+class _Form:
+    """What matters of tensors beside their content and address.
+
+    Args:
+        tensors: Any.
+
+    Raises:
+        RuntimeError, NotImplementedError: One has no shape.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        of = torch.Tensor
+        self._shapes = _interned([tensor.shape for tensor in tensors])
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._flags = [list(map(flag, tensors)) for flag in (of.is_contiguous, of.is_neg, of.is_conj)]
+
+    def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors have it."""
+        try:
+            other = _Form(tensors)
+        except _UNUSUAL:
+            return False
+        return self._shapes == other._shapes and self._dtypes == other._dtypes and self._flags == other._flags
+
+
+def _interned(values: list[_T]) -> list[_T]:
+    """Equal ones as the same object: a few are at hand in the processor's cache, and thousands are not."""
+    known: dict[_T, _T] = {}
+    return [known.setdefault(value, value) for value in values]
+
+
+def _sharing(addresses: NDArray[np.uint64]) -> list[int]:
+    """For each tensor the first one at the same address; -1 where there is no memory."""
+    first: dict[int, int] = {0: -1}
+    return [first.setdefault(address, index) for index, address in enumerate(addresses.tolist())]
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+class _Slot(NamedTuple):
+    """A leaf without its tensor."""
+
+    key: str
+    on: str
+
+
+class _Kept:
+    """All that a save needs not find out again.
+
+    Args:
+        flat: The states.
+        walk: What took them apart.
+        objects: What came out.
+
+    Attributes:
+        slots: The leaves, without their tensors.
+        firsts: For each leaf the index of its tensor.
+    """
+
+    def __init__(self, flat: _Flat, walk: Encoding, objects: dict[str, Json]) -> None:
+        self.slots = [_Slot(leaf.key, leaf.on) for leaf in walk.leaves.values()]
+        self.firsts = walk.firsts
+        self._seen = walk.seen
+        self._skeleton = flat.skeleton
+        self._form = _Form(flat.tensors)
+        self._addresses = flat.addresses
+        self._sharing = _sharing(flat.addresses)
+        self._on_cpu = [tensor.is_cpu for tensor in flat.tensors]
+        self._plain = [unit.plain for unit in flat.units]
+        self._jsons: list[Json] = [objects[u.name] if u.key is None else objects[u.name][u.key] for u in flat.units]
+        self._texts: list[tuple[Json, str] | None] = [None] * len(flat.units)
+
+    def fits(self, flat: _Flat) -> bool:
+        """Whether names and JSON are the same, if the tensors have their form still and share memory as they did."""
+        if self._skeleton != flat.skeleton:
+            return False
+        elsewhere = np.flatnonzero(self._addresses != flat.addresses).tolist()
+        if any(flat.tensors[index].is_cpu != self._on_cpu[index] for index in elsewhere):
+            return False
+        self._addresses = flat.addresses
+        return True
+
+    def is_true_of(self, flat: _Flat) -> bool:
+        """Whether the tensors have the form in which they were taken apart, and share memory as they did."""
+        return self._form.is_of(flat.tensors) and self._sharing == _sharing(flat.addresses)
+
+    def json_of(self, index: int, unit: _Unit) -> Json:
+        """JSON of a part: the one that is kept if all its numbers and strings are the same."""
+        if not _are_same(self._plain[index], unit.plain):
+            self._plain[index] = unit.plain
+            self._jsons[index] = _Again(self._seen[unit.start :]).encode(unit.value, "")
+        return self._jsons[index]
+
+    def text_of(self, index: int, json: Json) -> str:
+        """Text of a part's JSON; several threads may ask."""
+        known = self._texts[index]
+        if known is None or known[0] is not json:
+            self._texts[index] = known = (json, to_text(json))
+        return known[1]
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    """Whether values have the same JSON; equal ones need not: 1 is True, and 0.0 is -0.0."""
+    if one != other or list(map(type, one)) != list(map(type, other)):
+        return False
+    return repr(_floats(one)) == repr(_floats(other))
+
+
+def _floats(values: list[Any]) -> list[float]:
+    return [value for value in values if type(value) is float]
+
+
+class _Again(Encoding):
+    """A walk in which the JSON of all tensors is known.
+
+    Args:
+        seen: Of each, in order.
+    """
+
+    def __init__(self, seen: Sequence[Json]) -> None:
+        super().__init__()
+        self._known: Iterator[Json] = iter(seen)
+
+    def _usual(self, tensor: torch.Tensor, path: str) -> Json:
+        return next(self._known)
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Json:
+        return next(self._known)
+
+    def _array(self, value: Any, path: str) -> Json:
+        return next(self._known)
+
+
+class _Repeated(Encoded):
+    """States that differ from those of the save before in content only.
+
+    Args:
+        kept: Of that save.
+        flat: The states of this one.
+    """
+
+    def __init__(self, kept: _Kept, flat: _Flat) -> None:
+        super().__init__({}, {}, kept)
+        self._kept = kept
+        self._flat = flat
+        self._parts = [(unit.name, unit.key, kept.json_of(index, unit)) for index, unit in enumerate(flat.units)]
+        if len(kept.firsts) == len(flat.tensors):
+            self._tensors, self._addresses = flat.tensors, flat.addresses
+        else:
+            self._tensors = [flat.tensors[index] for index in kept.firsts]
+            self._addresses = flat.addresses[kept.firsts]
+
+    @cached_property
+    def objects(self) -> dict[str, Json]:
+        """JSON by object name."""
+        objects: dict[str, Json] = {name: {} for name in self._flat.names}
+        for name, key, json in self._parts:
+            if key is None:
+                objects[name] = json
+            else:
+                objects[name][key] = json
+        return objects
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Live tensors by key."""
+        slots = zip(self._kept.slots, self._tensors, strict=True)
+        return {slot.key: Leaf(slot.key, tensor.detach(), slot.on) for slot, tensor in slots}
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The live tensors of all leaves."""
+        return self._tensors
+
+    def is_true(self) -> bool:
+        """Whether the tensors have the form that they are said to have."""
+        return self._kept.is_true_of(self._flat)
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """Where each of them begins."""
+        return self._addresses
+
+    def text(self) -> str:
+        """The objects as JSON text."""
+        whole: dict[str, str] = {}
+        members: dict[str, list[str]] = {name: [] for name in self._flat.names}
+        for index, (name, key, json) in enumerate(self._parts):
+            text = self._kept.text_of(index, json)
+            if key is None:
+                whole[name] = text
+            else:
+                members[name].append(f"{to_text(key)}:{text}")
+        return _joined(f"{to_text(name)}:{whole.get(name) or _joined(members[name])}" for name in self._flat.names)
+
+
+def _joined(members: Iterable[str]) -> str:
+    return f"{{{','.join(members)}}}"
