@@ -31,7 +31,7 @@ POINTS = [
     ("os:fsync", 2),
     ("writing.save:write_atomic", 1),
     ("writing.process:Server._release", 1),
-    ("writing.save:metadata", 1),
+    ("writing.dcp:Metadata.of", 1),
     ("writing.destination:LocalDestination.publish", 1),
     ("writing.destination:refuse_stale", 1),
     ("writing.destination:LocalDestination.clean", 1),

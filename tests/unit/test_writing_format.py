@@ -5,6 +5,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from overnight.trainer.checkpoint.writing import opcodes
 from overnight.trainer.checkpoint.writing.archive import wrap
 from overnight.trainer.checkpoint.writing.content import hash_piece
 from overnight.trainer.checkpoint.writing.datafile import write_tensors
-from overnight.trainer.checkpoint.writing.dcp import metadata
+from overnight.trainer.checkpoint.writing.dcp import Metadata, metadata
 from overnight.trainer.checkpoint.writing.order import LARGE_BYTES, PAGE_BYTES, Piece
 
 DTYPES = [
@@ -86,6 +87,26 @@ def everything() -> dict[str, torch.Tensor]:
     tensors |= {f"{dtype} empty": some(dtype, 0, 4) for dtype in DTYPES}
     tensors |= {"large": torch.randn(5 << 20), "größe/ключ": torch.ones(1), "$.a b\n": torch.zeros(2, 1, 1, 3, 1)}
     return tensors | {"just a block": torch.zeros(SEGMENT_BYTES, dtype=torch.uint8), "mib": torch.ones(1 << 18)}
+
+
+def test_metadata_is_made_anew_if_a_tensor_lies_elsewhere(everything: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    _, index = write(tmp_path, everything)
+    made = Metadata()
+    assert made.of(index) == metadata(index) and made.of(dict(index)) is made.of(index)
+    key, entry = next(iter(index.items()))
+    chunk = entry.chunks[0]
+    changes = [
+        replace(entry, dtype="int8"),
+        replace(entry, shape=(1, 2)),
+        replace(entry, chunks=(chunk, chunk)),
+        *(
+            replace(entry, chunks=(replace(chunk, **change),))
+            for change in ({"file": "x"}, {"at": (7,)}, {"shape": (7,)}, {"record": (7, 7)})
+        ),
+    ]
+    for changed in changes:
+        assert made.of({**index, key: changed}) == metadata({**index, key: changed}) != metadata(index)
+    assert made.of({"other": entry}) == metadata({"other": entry})
 
 
 def test_large_tensors_begin_at_a_page_of_the_file(everything: dict[str, torch.Tensor], tmp_path: Path) -> None:

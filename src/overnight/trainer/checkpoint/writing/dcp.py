@@ -61,6 +61,24 @@ _REMEMBERED = (
 ) = (recalled(number) for number in range(len(_REMEMBERED)))
 
 
+class Metadata:
+    """Makes ``.metadata`` for one checkpoint after the other, anew only if a tensor lies elsewhere than in the last."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[object, ...]] = []
+        self._content = b""
+
+    def of(self, index: Index) -> bytes:
+        """Content of ``.metadata`` for tensors that are stored as an index says."""
+        places: list[tuple[object, ...]] = [
+            (key, entry.dtype, entry.shape, *((one.file, one.at, one.shape, one.record) for one in entry.chunks))
+            for key, entry in index.items()
+        ]
+        if not self._content or places != self._places:
+            self._places, self._content = places, metadata(index)
+        return self._content
+
+
 def metadata(index: Index) -> bytes:
     """Content of ``.metadata`` for tensors that are stored as an index says."""
     keys = {key: text(key) for key in index}

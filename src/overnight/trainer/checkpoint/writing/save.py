@@ -33,7 +33,7 @@ from overnight.trainer.checkpoint.place import LocalPlace, partial_name, sync_fi
 from overnight.trainer.checkpoint.writing.channel import Pulse
 from overnight.trainer.checkpoint.writing.content import Hashed, hash_piece
 from overnight.trainer.checkpoint.writing.datafile import write_tensors
-from overnight.trainer.checkpoint.writing.dcp import METADATA, metadata
+from overnight.trainer.checkpoint.writing.dcp import METADATA, Metadata
 from overnight.trainer.checkpoint.writing.destination import Destination
 from overnight.trainer.checkpoint.writing.division import Held, divide
 from overnight.trainer.checkpoint.writing.frozen import Bases, place_of
@@ -53,12 +53,14 @@ class History:
         newest: What was last committed by this process, and the content of this rank in it.
         learned: Whether the checkpoint from which the token forked has been looked at.
         claimed: Whether the token's fence was seen in the place.
+        metadata: Makes the file that torch's tools read.
     """
 
     bases: Bases = field(default_factory=Bases)
     newest: tuple[Manifest, str] | None = None
     learned: bool = False
     claimed: bool = False
+    metadata: Metadata = field(default_factory=Metadata)
 
     def committed(self, manifest: Manifest | None, part: "Part") -> None:
         """Takes in this rank's part of a commit."""
@@ -397,7 +399,7 @@ class Save:
         self._enter("publishing")
         index = merge(part.index for part in parts)
         files = {name: entry for part in parts for name, entry in part.files.items()}
-        for name, data in ((METADATA, metadata(index)), (INDEX, index_to_bytes(index))):
+        for name, data in ((METADATA, self._history.metadata.of(index)), (INDEX, index_to_bytes(index))):
             self._destination.add(self.name, name, data)
             files[name] = describe(data)
         manifest = self._manifest(files, combine(part.content for part in parts))
