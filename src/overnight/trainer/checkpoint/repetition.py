@@ -64,8 +64,9 @@ class Encoder:
         self._kept = None
         walk = Encoding()
         objects = walk.encode_all(states)
-        with suppress(*_UNUSUAL):
-            self._kept = _Kept(flat, walk, objects) if flat is not None else None
+        if flat is not None and len(walk.seen) == len(flat.tensors):  # quantized ones are no leaves
+            with suppress(*_UNUSUAL):
+                self._kept = _Kept(flat, walk, objects)
         return Encoded(objects, walk.leaves, self._kept)
 
 
