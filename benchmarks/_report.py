@@ -84,8 +84,8 @@ def publish(name: str, rows: list[Row], *, as_json: bool) -> None:
         return
     table = Table(title=name, title_justify="left")
     for title in ("measure", "unit", "ours", "peer", "peer is", "ratio", "goal", "met"):
-        table.add_column(title)
+        table.add_column(title, no_wrap=title not in ("unit", "peer is"), overflow="fold")
     for row in rows:
         shown = [row.measure, row.unit, row.ours, row.peer, row.peer_name, row.ratio, row.goal, row.met]
         table.add_row(*("-" if value is None else str(value) for value in shown))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

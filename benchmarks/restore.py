@@ -6,7 +6,10 @@ Each measure is a forked process of its own, as a restore is: it makes model and
 them. ``raw`` reads the bytes of the checkpoint's files and hashes them (xxh3-128) with as many threads: once into fresh
 memory, which a reader that keeps them needs, and once into one small buffer that is used again and again, which nobody
 could restore from. The page cache is warm (all bytes just read) unless the measure says ``cold`` (dropped with
-``posix_fadvise``). Peers verify nothing. A row of a size has it in its name, in MB of parameters and moments.
+``posix_fadvise``). Peers verify nothing. Sizes are MB of parameters and moments.
+
+``corruptions_undetected`` damages each region of each file of the newest of two checkpoints in turn. Damage counts as
+noticed only if the other checkpoint comes back, with its own weights.
 """
 
 import contextlib
@@ -35,7 +38,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import overnight.trainer.execution  # noqa: F401  # as a process that is about to restore has
 from overnight import trainer
-from overnight.trainer.checkpoint.place import LocalPlace
+from overnight.core.errors import CheckpointError
+from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace
 from overnight.trainer.checkpoint.reading.finding import open_newest
 from overnight.trainer.checkpoint.reading.memory import bytes_of
 from overnight.trainer.checkpoint.reading.source import BLOCK_BYTES, FolderSource
@@ -44,6 +48,7 @@ from overnight.trainer.checkpoint.tracked import device_for, fit_of, put_back
 
 MB = 1_000_000
 SEGMENT_BYTES = 16 << 20
+NUM_REGIONS = 24
 CPU = torch.device("cpu")
 
 T = TypeVar("T")
@@ -94,15 +99,17 @@ def in_folder(folder: Path) -> Iterator[None]:
         sys.argv = kept[1]
 
 
-def write(folder: Path, state_mb: int) -> Files:
-    """Trains a step and saves: as a run does, with ``torch.save`` and with ``dcp.save``."""
+def write(folder: Path, state_mb: int, num_checkpoints: int = 1) -> Files:
+    """Trains and saves: as a run does, after each step, and at the end with ``torch.save`` and with ``dcp.save``."""
     model, optimizer = make(state_mb)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    with in_folder(folder / "run"), contextlib.redirect_stderr(io.StringIO()), trainer.run(every=None) as run:
+    with in_folder(folder / "run"), contextlib.redirect_stderr(io.StringIO()), trainer.run(every=None, keep=5) as run:
         run.track(model=model, optimizer=optimizer)
-        for _ in run.steps(1):
-            optimizer.step()
+        for _ in range(num_checkpoints):
+            for _ in run.steps(1):
+                optimizer.step()
+            run.save().result()
     path = folder / "torch" / "state.pt"
     path.parent.mkdir()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
@@ -229,16 +236,17 @@ def measure(files: Files, state_mb: int, runs: int, *, cold: bool) -> dict[str, 
     return {name: median(values) for name, values in found.items()}
 
 
-def rows(ms: dict[str, float], state_mb: int, suffix: str, goals: bool) -> list[Row]:
-    """The rows of one size and state of the page cache."""
+def rows(ms: dict[str, float], state_mb: int, *, cold: bool) -> list[Row]:
+    """The rows of one size and state of the page cache; goals are for the warm one."""
     ours = ms["ours"]
+    what = f"{state_mb} MB, page cache {'cold' if cold else 'warm'}"
 
     def over(measure: str, peer: str, peer_name: str, goal: str = "") -> Row:
-        name = f"{measure}{suffix}@{state_mb}"
-        return Row(name, "ratio", round(ours / ms[peer], 3), 1.0, f"{peer_name}: {ms[peer]} ms", goal if goals else "")
+        value = round(ours / ms[peer], 3)
+        return Row(measure, f"x, {what}", value, 1.0, f"{peer_name}: {ms[peer]} ms", "" if cold else goal)
 
     return [
-        Row(f"restore_ms{suffix}@{state_mb}", "ms", ours, ms["torch"], "torch.load + load_state_dict"),
+        Row("restore_ms", f"ms, {what}", ours, ms["torch"], "torch.load + load_state_dict"),
         over("restore_over_raw", "raw", "read + xxh3 into fresh memory", "<= 1.25"),
         over("restore_over_raw_reused", "raw_reused", "read + xxh3, forgetting the bytes"),
         over("restore_over_torch_load", "torch", "torch.load + load_state_dict", "<= 1"),
@@ -247,7 +255,7 @@ def rows(ms: dict[str, float], state_mb: int, suffix: str, goals: bool) -> list[
 
 
 def regions(path: Path) -> Iterator[Callable[[Path], None]]:
-    """Damage to a file: a bit in its head, its middle and its tail, half of it gone, one byte gone, all of it gone."""
+    """Damage to a file: a bit in each of its regions, every length to which it may be cut, and all of it gone."""
     size = path.stat().st_size
 
     def flip(at: int) -> Callable[[Path], None]:
@@ -260,35 +268,69 @@ def regions(path: Path) -> Iterator[Callable[[Path], None]]:
 
         return damage
 
-    yield from (flip(at) for at in sorted({0, size // 4, size // 2, 3 * size // 4, size - 1}))
-    yield lambda victim: os.truncate(victim, size // 2)
-    yield lambda victim: os.truncate(victim, size - 1)
+    yield from (flip(at) for at in sorted({part * (size - 1) // NUM_REGIONS for part in range(NUM_REGIONS + 1)}))
+    yield from (functools.partial(os.truncate, length=length) for length in (0, 1, size // 2, size - 1))
     yield Path.unlink
 
 
-def corruptions(folder: Path) -> tuple[int, int, int]:
-    """Damages each region of each file in turn: how often ours and ``torch.load`` did not notice, and of how many."""
+def corruptions(folder: Path) -> tuple[int, int, int, int]:
+    """Damages each region of each file in turn.
+
+    Returns:
+        How often ours did not notice and go back, of how many; the same of ``torch.load``, which cannot go back.
+    """
     folder.mkdir()
-    files = write(folder, 4)
-    ours = total = theirs = 0
-    for path in files.of("ours"):
-        for damage in regions(path):
-            total += 1
-            ours += not noticed(path, damage, lambda: open_newest(files.ours, complaints=lambda _: None) and None)
-    for damage in regions(files.torch):
-        theirs += not noticed(files.torch, damage, lambda: torch.load(files.torch, weights_only=True) and None)
-    return ours, theirs, total
+    files = write(folder, 4, num_checkpoints=2)
+    newest, older = (files.ours.checkpoints()[index] for index in (-1, -2))
+    weights = weights_of(files.ours, newest)
+    restored = restored_weights(files.ours)
+    assert restored is not None and restored[0] == newest and torch.equal(restored[1], weights)
+    expected = weights_of(files.ours, older)
+    found = [went_back(files.ours, path, damage, expected) for path in files.of("ours") for damage in regions(path)]
+    theirs = [torch_noticed(files.torch, damage) for damage in regions(files.torch)]
+    return found.count(False), len(found), theirs.count(False), len(theirs)
 
 
-def noticed(path: Path, damage: Callable[[Path], None], read: Callable[[], None]) -> bool:
-    """Whether reading fails after the damage; repairs the file."""
+def restored_weights(place: LocalPlace) -> tuple[CheckpointName, torch.Tensor] | None:
+    """From which checkpoint a run would go on, and with which first weights; None if from none."""
+    try:
+        restored = open_newest(place, complaints=lambda _: None)
+    except CheckpointError:
+        return None
+    return None if restored is None else (restored.manifest.name, restored.state("model")["1.weight"])
+
+
+def weights_of(place: LocalPlace, name: CheckpointName) -> torch.Tensor:
+    """The first weights of one checkpoint, as torch's own tools read them."""
+    found = {"model.1.weight": torch.empty(2048, 512)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(place.path(name)), no_dist=True)
+    return found["model.1.weight"]
+
+
+def went_back(place: LocalPlace, path: Path, damage: Callable[[Path], None], expected: torch.Tensor) -> bool:
+    """Whether the damage was noticed and the older checkpoint came back; repairs the file."""
+    with damaged(path, damage):
+        restored = restored_weights(place)
+    return restored is not None and restored[0] == place.checkpoints()[-2] and torch.equal(restored[1], expected)
+
+
+def torch_noticed(path: Path, damage: Callable[[Path], None]) -> bool:
+    """Whether ``torch.load`` fails; repairs the file."""
+    with damaged(path, damage):
+        try:
+            torch.load(path, weights_only=True)
+            return False
+        except Exception:  # whatever it is, nobody goes on with what was read
+            return True
+
+
+@contextlib.contextmanager
+def damaged(path: Path, damage: Callable[[Path], None]) -> Iterator[None]:
+    """A file that is damaged for a while."""
     whole = path.read_bytes()
     damage(path)
     try:
-        read()
-        return False
-    except Exception:  # whatever it is, nobody goes on with what was read
-        return True
+        yield
     finally:
         path.write_bytes(whole)
 
@@ -305,12 +347,12 @@ def main() -> None:
             folder = Path(name) / str(state_mb)
             folder.mkdir()
             files = apart(functools.partial(write, folder, state_mb))
-            result += rows(measure(files, state_mb, arguments.runs, cold=False), state_mb, "", goals=True)
-            result += rows(measure(files, state_mb, arguments.runs, cold=True), state_mb, "_cold", goals=False)
+            for cold in (False, True):
+                result += rows(measure(files, state_mb, arguments.runs, cold=cold), state_mb, cold=cold)
             shutil.rmtree(folder)
-        ours, theirs, total = apart(functools.partial(corruptions, Path(name) / "damage"))
-        peer = f"torch.load, of {8} regions; ours of {total}"
-        result.append(Row("corruptions_undetected", "count", ours, theirs, peer, "== 0"))
+        ours, total, theirs, of = apart(functools.partial(corruptions, Path(name) / "damage"))
+        unit = f"of {total} damages, each to be noticed and answered by the older checkpoint"
+        result.append(Row("corruptions_undetected", unit, ours, theirs, f"torch.load, of {of}", "== 0"))
     publish("restore", result, as_json=arguments.json)
 
 
