@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from overnight.trainer.boundary import Every
     from overnight.trainer.checkpoint.export import export
     from overnight.trainer.checkpoint.reader import inspect, newest_good
+    from overnight.trainer.checkpoint.reading.dcp import StagedReader
     from overnight.trainer.data.loader import DataLoader
     from overnight.trainer.execution import Run
 
@@ -39,6 +40,7 @@ __all__ = [
     "Interrupted",
     "Left",
     "Run",
+    "StagedReader",
     "Stopped",
     "Yielded",
     "export",
@@ -50,6 +52,7 @@ __all__ = [
 _HOMES = {
     "DataLoader": "overnight.trainer.data.loader",
     "Run": "overnight.trainer.execution",
+    "StagedReader": "overnight.trainer.checkpoint.reading.dcp",
     "export": "overnight.trainer.checkpoint.export",
     "inspect": "overnight.trainer.checkpoint.reader",
     "newest_good": "overnight.trainer.checkpoint.reader",
