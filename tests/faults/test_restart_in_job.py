@@ -20,13 +20,15 @@ def lab() -> Iterator[Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(lab: Any, num_ranks: int) -> None:
-    attempt = train(lab, num_ranks=num_ranks)
+    attempt = train(lab, num_ranks=num_ranks, params={"pause": 0.05})
     first = ranks(lab, attempt)
     wait_for(lambda: committed(lab, attempt), 60, "a checkpoint")
+    spares = wait_for(spares_of(lab, attempt), 30, "a spare")
+    assert all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in spares), "they are warm"
     os.kill(first[num_ranks - 1], signal.SIGKILL)
     second = ranks(lab, attempt, 2)
-    assert not set(first.values()) & set(second.values())
-    wait_for(lambda: len(committed(lab, attempt)) > 3, 60, "further checkpoints")
+    assert set(spares) <= set(second.values()), "which had waited for the kill"
+    wait_for(lambda: [e for e in lab.server.events(attempt, "checkpoint") if e["generation"] == 2], 60, "a further one")
     os.kill(second[0], signal.SIGKILL)
     report = check_as_undisturbed(lab, attempt, num_ranks)
     assert report["generations"] == 3
