@@ -30,6 +30,11 @@ def values(folder: Path, name: str = "values") -> dict[str, Any]:
     return result
 
 
+def draws(folder: Path) -> list[list[str]]:
+    """By rank, what its own generator gave: a line for each update that was ever computed."""
+    return [path.read_text().splitlines() for path in sorted(trial_of(folder).glob("draws-*.jsonl"))]
+
+
 def run(lab: Lab, folder: Path, ranks: int, *, leave: bool = False, build: str = "") -> None:
     env = {"BUILD": build, **({"LEAVE": LEAVES_AT} if leave else {})}
     expected = [75] * ranks if leave else [0] * ranks
@@ -45,13 +50,12 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    done: dict[int, dict[str, Any]] = {}
+    done: dict[int, Path] = {}
 
-    def get(ranks: int) -> dict[str, Any]:
+    def get(ranks: int) -> Path:
         if ranks not in done:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            run(lab, folder, ranks)
-            done[ranks] = values(folder)
+            done[ranks] = tmp_path_factory.mktemp("undisturbed")
+            run(lab, done[ranks], ranks)
         return done[ranks]
 
     return get
@@ -77,10 +81,13 @@ def test_the_same_number_of_ranks_ends_with_the_same_bits(
     lab: Lab, undisturbed: Any, left: Any, tmp_path: Path, ranks: int
 ) -> None:
     at_save = left(ranks, tmp_path)
-    assert at_save["step"] < UPDATES == undisturbed(ranks)["step"]
+    reference = undisturbed(ranks)
+    assert at_save["step"] < UPDATES == values(reference)["step"]
     run(lab, tmp_path, ranks)
     assert values(tmp_path, f"resumed-{ranks}") == at_save
-    assert values(tmp_path) == undisturbed(ranks)
+    assert values(tmp_path) == values(reference)
+    assert draws(tmp_path) == draws(reference), "each rank's own generator went on where it was"
+    assert len({tuple(lines) for lines in draws(reference)}) == ranks, "no two of them draw the same"
 
 
 @pytest.mark.parametrize("path", [(2, 1), (2, 3), (1, 2)])
@@ -92,13 +99,12 @@ def test_other_numbers_of_ranks_go_on_with_the_same_values(
     at_save = left(saved, tmp_path)
     run(lab, tmp_path, resumed)
     assert values(tmp_path, f"resumed-{resumed}") == at_save, "every value, cut anew"
-    assert close(values(tmp_path)["values"], undisturbed(saved)["values"])
+    assert close(values(tmp_path)["values"], values(undisturbed(saved))["values"])
     log = (tmp_path / "log").read_text()
     assert f"saved by {saved} rank(s), this run has {resumed}" in log
     assert ("'net' differed" not in log) and ("'optimizer' differed" not in log)
     streams = [
-        {line[2] for line in map(json.loads, path.read_text().splitlines()) if line[1] == resumed}
-        for path in sorted(trial_of(tmp_path).glob("draws-*.jsonl"))[:resumed]
+        {line[2] for line in map(json.loads, lines) if line[1] == resumed} for lines in draws(tmp_path)[:resumed]
     ]
     if saved == 1:
         assert streams[0] == streams[1] and "'generator' was saved by one rank" in log
