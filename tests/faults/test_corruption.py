@@ -319,10 +319,12 @@ def test_foreign_checkpoints_neither_push_others_out_nor_are_deleted(place: Loca
 def test_foreign_files_are_named_and_left_alone(place: LocalPlace) -> None:
     (place.root / "model.pt").write_bytes(b"weights")
     (place.path(NEW) / "__2_0.distcp").write_bytes(b"of an earlier save by more ranks")
+    (place.path(NEW) / "rank-2.json").write_bytes(b"of a writer that was killed before it had tidied up")
     said: list[str] = []
     restored = open_newest(place, complaints=said.append)
     assert restored is not None and restored.manifest.name == NEW
     assert any("model.pt" in line for line in said) and any("__2_0.distcp" in line for line in said) and len(said) == 2
+    assert not any("rank-2.json" in line for line in said)
 
 
 def test_metadata_that_nobody_vouches_for_is_damage(place: LocalPlace) -> None:

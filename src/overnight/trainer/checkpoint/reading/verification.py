@@ -1,5 +1,6 @@
 """Whether a checkpoint is what its manifest says: every byte of every file, and nothing that could be mistaken."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 from overnight.core.errors import CorruptCheckpointError
@@ -9,6 +10,9 @@ from overnight.trainer.checkpoint.reading.source import Source
 from overnight.trainer.checkpoint.reading.transfer import Choice, transfer
 
 METADATA = ".metadata"
+
+_NOTE = re.compile(r"rank-\d+\.json")
+"""Notes of the writers to each other; one that is killed right behind the publication leaves them there."""
 
 
 def manifest_of(source: Source, name: CheckpointName | None) -> Manifest:
@@ -29,7 +33,7 @@ def manifest_of(source: Source, name: CheckpointName | None) -> Manifest:
 
 
 def foreign_files(source: Source, manifest: Manifest) -> list[str]:
-    """Files in a checkpoint that its manifest does not list.
+    """Files in a checkpoint that neither its manifest lists nor its writers have left.
 
     Raises:
         CorruptCheckpointError: One of them would be read by torch's own tools instead of what was saved.
@@ -38,7 +42,7 @@ def foreign_files(source: Source, manifest: Manifest) -> list[str]:
     extra = sorted(source.names() - set(manifest.files) - {MANIFEST})
     if METADATA in extra:
         raise CorruptCheckpointError(f"{METADATA} is not listed in the manifest")
-    return extra
+    return [name for name in extra if not _NOTE.fullmatch(name)]
 
 
 def segments_of(files: Mapping[str, FileEntry]) -> list[Choice]:
