@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from overnight.core.errors import SaveFailedError
+from overnight.core.errors import CorruptCheckpointError, SaveFailedError
 from overnight.core.staging import clear_staging, staged_name
 from overnight.trainer.checkpoint.fence import refuse_stale, require_own
-from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from overnight.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, load_manifest
 from overnight.trainer.checkpoint.place import (
     CheckpointName,
     LocalPlace,
@@ -221,12 +221,13 @@ class RemoteDestination(Destination):
 
     def deliver(self, name: CheckpointName, files: Mapping[str, FileEntry]) -> None:
         """Uploads and verifies this rank's files, then puts its note where the ranks meet."""
-        from overnight.trainer.checkpoint.writing.upload import upload  # with thread pools: of no use to local places
+        # with thread pools: of no use to local places
+        from overnight.trainer.checkpoint.writing.upload import put, upload
 
         own = {file: entry for file, entry in files.items() if not file.startswith("../")}
         upload(self.place, self.folder(name), str(name), own, self._progress)
         note = self.note(name)
-        self.place.write(f"{partial_name(name)}/{note.name}", note.read_bytes())
+        put(self.place, f"{partial_name(name)}/{note.name}", note.read_bytes())
 
     def deliver_base(self, folder: Path, base: str, files: Mapping[str, FileEntry]) -> None:
         """Uploads and verifies a base, and deletes it here."""
@@ -241,27 +242,33 @@ class RemoteDestination(Destination):
         """Puts a small file of rank 0 and reads it back.
 
         Raises:
-            SaveFailedError: It is not what was put.
+            ArrivedDamagedError: It is not what was put, however often it was sent.
         """
-        path = f"{name}/{file}"
-        self.place.write(path, data)
-        if self.place.read(path) != data:
-            raise SaveFailedError(f"{path} arrived damaged in {self.place}")
+        from overnight.trainer.checkpoint.writing.upload import put
+
+        put(self.place, f"{name}/{file}", data)
 
     def publish(self, manifest: Manifest, token: Token) -> None:
         """Puts the manifest, which makes the uploaded files a checkpoint.
 
         Raises:
             FencedError: A higher token owns the place.
-            SaveFailedError: A rank has given up meanwhile, the manifest arrived damaged, or the place is not the one
-                that was claimed.
+            SaveFailedError: A rank has given up meanwhile, or the place is not the one that was claimed.
+            ArrivedDamagedError: The manifest arrived damaged, however often it was sent; it is taken away again.
         """
+        from overnight.trainer.checkpoint.writing.upload import ArrivedDamagedError
+
         meeting = partial_name(manifest.name)
         for entry in self.place.entries(meeting):
             if entry.startswith("abort-"):
                 raise SaveFailedError(f"rank {entry[6:-5]} has given up")
         _refuse(self.place, manifest, token)
-        self.add(manifest.name, MANIFEST, manifest.to_bytes())
+        try:
+            self.add(manifest.name, MANIFEST, manifest.to_bytes())
+        except ArrivedDamagedError:
+            with contextlib.suppress(Exception):  # readers see that it is damaged, and pass it over
+                self.place.remove(f"{manifest.name}/{MANIFEST}")
+            raise
         self.clean(manifest)
 
     def clean(self, manifest: Manifest) -> None:
@@ -271,8 +278,14 @@ class RemoteDestination(Destination):
             self.place.abort_uploads(str(manifest.name))
 
     def is_published(self, name: CheckpointName) -> bool:
-        """Whether its manifest is there."""
-        return MANIFEST in self.place.sizes(str(name))
+        """Whether its manifest is there, as it was sent: one that arrived damaged is sent again by who publishes."""
+        if MANIFEST not in self.place.sizes(str(name)):
+            return False
+        try:
+            load_manifest(self.place, name)
+        except CorruptCheckpointError:
+            return False
+        return True
 
     def forget(self, name: CheckpointName, *, failed: bool) -> None:
         """Deletes this rank's folder on this machine, whether the save is good or not."""

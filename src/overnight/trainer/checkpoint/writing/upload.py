@@ -82,6 +82,23 @@ def verify(place: RemotePlace, target: str, path: Path, entry: FileEntry, progre
             raise ArrivedDamagedError(f"{target} differs at the destination at byte {segment.offset}")
 
 
+def put(place: RemotePlace, target: str, data: bytes) -> None:
+    """Puts a small file and reads it back; it is sent again for as long as it arrives altered.
+
+    Raises:
+        ArrivedDamagedError: It still does, once patience is over.
+        Exception: What the store's driver raised.
+    """
+    place.make_folder(target)
+
+    def once() -> None:
+        place.files.pipe_file(place.full(target), data)
+        if place.files.cat_file(place.full(target)) != data:
+            raise ArrivedDamagedError(f"{target} is not at the destination what was sent")
+
+    place.call(once)
+
+
 def _stored_md5(info: Mapping[str, Any]) -> str | None:
     """The MD5 that a store says it has computed, in hex.
 
