@@ -32,12 +32,17 @@ def test_thirty_kills_of_one_and_two_ranks_change_nothing(warm: Warm, soak: Soak
 
 @pytest.mark.parametrize(
     ("sabotage", "expected"),
-    [("ema", "the weights differ"), ("random", "the losses of rank 0 differ"), ("position", "the order of samples")],
+    [
+        ("ema", "the weights differ"),
+        ("random", "the losses of rank 0 differ"),
+        ("position", "the order of samples"),
+        ("checkpoints", "began at step 0, below the good one of"),
+    ],
 )
 def test_a_training_that_forgets_something_is_seen(warm: Warm, tmp_path: Path, sabotage: str, expected: str) -> None:
     soak = Soak(tmp_path, 1, ranks=(1,), kills_per_round=8)
     problems = soak.run_round(warm, 0, sabotage=sabotage)
-    assert any(problem.startswith(expected) for problem in problems), problems
+    assert any(expected in problem for problem in problems), problems
     assert "--seed 1 --round 0" in (tmp_path / "round-1-0" / "failure.json").read_text()
 
 

@@ -19,7 +19,10 @@ from soak_plan import Config, Disturbance, draw_disturbance
 from soak_processes import Warm, descendants, send
 from trainer_supervisor import Supervisor
 
-from overnight.trainer.checkpoint.place import PARTIAL
+from overnight.trainer.checkpoint.fence import read_fences
+from overnight.trainer.checkpoint.place import PARTIAL, LocalPlace
+from overnight.trainer.checkpoint.place import Token as FencingToken
+from overnight.trainer.checkpoint.reading.finding import newest_good
 
 SCRIPT = Path(__file__).with_name("soak_script.py")
 EXIT_YIELDED = 75
@@ -41,6 +44,8 @@ class Start:
     pids: list[int]
     folder: Path
     supervisor: Supervisor
+    least_step: int
+    """The newest good checkpoint when it was started: results are equal too if it begins below, but work is lost."""
     begun_at: float = field(default_factory=time.monotonic)
     codes: dict[int, int] = field(default_factory=dict)
     disturbed: bool = False
@@ -105,6 +110,7 @@ class Round:
         self._warm, self._config, self._dice = warm, config, dice
         self.folder = folder
         self._num_kills = num_kills
+        self._place = LocalPlace(folder / "checkpoints")
         self.counts: Counter[str] = Counter()
         self.history: list[dict[str, Any]] = []
         self.problems: list[str] = []
@@ -121,6 +127,7 @@ class Round:
                 start = self._begin()
                 self._watch(start)
                 self._end(start)
+                self._judge_beginning(start)
                 if start.exit_codes == [0] * start.ranks:
                     break
                 self._judge(start)
@@ -166,9 +173,14 @@ class Round:
         log = str(self.folder / "log")
         order = {"script": str(SCRIPT), "argv": [], "cwd": str(self.folder), "env": env, "ranks": ranks, "log": log}
         self.counts["starts"] += 1
-        start = Start(token, ranks, self._warm.start(order), self.folder, supervisor)
+        least_step = self._newest_step()
+        start = Start(token, ranks, self._warm.start(order), self.folder, supervisor, least_step)
         self._starts.append(start)
         return start
+
+    def _newest_step(self) -> int:
+        newest = newest_good(self._place, lambda line: None)
+        return newest[0].step if newest is not None else 0
 
     def _watch(self, start: Start) -> None:
         """Disturbs a start until it is over, or until it has become a zombie."""
@@ -303,6 +315,16 @@ class Round:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes {left} do not end")
             select.select([], [], [], 0.002)
+
+    def _judge_beginning(self, start: Start) -> None:
+        """A start goes on from the newest checkpoint, or from one that a zombie has published meanwhile."""
+        fence = read_fences(self._place).get(FencingToken(*start.token))
+        if fence is None:
+            return  # killed before it claimed the place
+        step = fence.parent.step if fence.parent is not None else 0
+        self.counts["starts behind step 0"] += step > 0
+        if step < start.least_step:
+            self.problems.append(f"start {start.token} began at step {step}, below the good one of {start.least_step}")
 
     def _judge(self, start: Start) -> None:
         """A start that nobody disturbed must not end by itself."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from overnight import trainer
-from overnight.trainer import rng
+from overnight.trainer import rng, start
 
 DEFAULTS = {"kind": "mlp", "epochs": 6, "every": "4", "keep": 2, "save_every": 5, "workers": 0}
 NUM_SAMPLES = 77
@@ -204,6 +204,8 @@ def main() -> None:
     """One start of a training."""
     every = os.environ["SOAK_EVERY"]
     interval = int(every) if every.isdigit() else every
+    if os.environ["SOAK_SABOTAGE"] == "checkpoints":
+        start.open_newest = lambda place, reader: None
     with trainer.run(defaults=DEFAULTS, every=interval, keep=int(os.environ["SOAK_KEEP"])) as run:
         training = Training(run)
         epochs = int(run.params["epochs"])
