@@ -9,13 +9,12 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from waiting import wait_for
-from writing_lab import Memory, client_of, committed, finish, is_gone, name_of, order, state_of, strikes
+from writing_lab import Memory, client_of, committed, finish, is_gone, name_of, order, small_disk, state_of, strikes
 from writing_strike import ALWAYS
 
 from overnight.core.errors import FencedError, SaveFailedError
@@ -134,18 +133,6 @@ def test_whatever_the_file_system_refuses_fails_the_save_and_only_it(
         assert save(client, memory, 2).committed
     assert_as_saved(place, 2, memory)
     assert [entry for entry in place.entries() if "partial" in entry] == []
-
-
-@contextlib.contextmanager
-def small_disk(path: Path, size: str) -> Iterator[None]:
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("no right to mount a small disk")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:

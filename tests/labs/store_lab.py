@@ -1,5 +1,6 @@
 """A real S3 server on loopback whose answers can be made to fail, and a place in a bucket of it."""
 
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ class Store:
 
     Attributes:
         url: Where it answers.
-        failing: Decides by method and path whether a request is answered with 503.
+        failing: Decides by method and path whether a request is answered with 503; may wait meanwhile.
+        tampering: Decides likewise whether the middle byte of what is sent gets another value on its way.
         requests: Method and path of all requests so far.
     """
 
@@ -30,6 +32,7 @@ class Store:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.failing: Callable[[str, str], bool] = lambda method, path: False
+        self.tampering: Callable[[str, str], bool] = lambda method, path: False
         self.requests: list[tuple[str, str]] = []
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -39,6 +42,8 @@ class Store:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
+        if self.tampering(method, path):
+            _tamper(environ)
         answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
 
@@ -70,6 +75,15 @@ class Store:
         return RemotePlace(f"s3://{BUCKET}/{folder}", files, f"{BUCKET}/{folder}")
 
 
+def _tamper(environ: dict[str, Any]) -> None:
+    """Changes a byte behind all checksums of the sender, as a proxy with bad memory does."""
+    data = bytearray(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
+    data[len(data) // 2] ^= 1
+    environ["wsgi.input"] = io.BytesIO(data)
+    for name in [name for name in environ if "CHECKSUM" in name or name == "HTTP_CONTENT_MD5"]:
+        del environ[name]
+
+
 @contextmanager
 def running_store() -> Iterator[Store]:
     """A server with an empty bucket."""
@@ -91,4 +105,4 @@ def lent(store: Store, set_variable: Callable[[str, str], None]) -> Iterator[Sto
     try:
         yield store
     finally:
-        store.failing = lambda method, path: False
+        store.failing = store.tampering = lambda method, path: False

@@ -141,6 +141,21 @@ def _rank(root: str) -> None:
             time.sleep(1)
 
 
+@contextlib.contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    """A file system of its own of that size, as ``mount`` writes it; skips the test where nobody may mount."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        import pytest
+
+        pytest.skip("no right to mount a small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
 def committed(place: Place) -> list[str]:
     """Names of what is published."""
     return [str(name) for name in place.checkpoints()]
