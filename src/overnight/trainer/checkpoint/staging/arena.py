@@ -95,6 +95,7 @@ class Arena:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = int(self.array().ctypes.data)
         if int(cudart.cudaHostRegister(address, self.size, 0)) != 0:
+            _forget_failure()
             return False
         self._release = lambda: cudart.cudaHostUnregister(address)
         return True
@@ -109,6 +110,12 @@ class Arena:
         with suppress(BufferError):  # a view is still held: the mapping goes with it
             mapped.close()
         os.close(self._descriptor)
+
+
+def _forget_failure() -> None:
+    """CUDA remembers a failed call and tells it to whoever launches the next kernel: let that be nobody of training."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def no_memory(num_bytes: int, error: OSError) -> SaveFailedError:
