@@ -48,13 +48,14 @@ class DeviceCopies:
         self._random = random
         self._streams: dict[torch.device, Any] = {}
         self._events: list[Any] = []
+        self._captured = False
         self._probes: list[DeviceProbe] = []
         self._later: list[DeviceCopy] = []
         self._look = LastLook(Versions([]))
 
     def begin(self, arena: Arena, copies: Sequence[DeviceCopy]) -> None:
         """Queues copies on their devices. The arena should be pinned: else the host waits for each."""
-        self._events, self._probes = [], []
+        self._events, self._probes, self._captured = [], [], False
         self._later = [copy for copy in copies if copy.later]
         self._look = LastLook(Versions([copy.source for copy in self._later]))
         for device in {copy.source.device for copy in copies}:
@@ -75,6 +76,14 @@ class DeviceCopies:
                 self._events.append(side.record_event())
             self._probes.append(probe)
 
+    def before_capture(self) -> None:
+        """A step is captured, not made: a graph can wait for nothing outside of it, and its replays ask nobody.
+
+        What is not in the arena yet may be changed by a replay, so the save under way does not count.
+        """
+        events, self._events = self._events, []
+        self._captured |= bool(events)
+
     def before_step(self) -> None:
         """Makes the current streams wait for the copies; the host does not."""
         self._look.take()
@@ -88,9 +97,11 @@ class DeviceCopies:
         Returns:
             Indices of the pieces that are not, there or by then at their source, what they were at the boundary.
         """
-        moved = [self._later[index].index for index in self._look.take()]
         for side in self._streams.values():
             side.synchronize()
+        if self._captured:
+            return [copy.index for copy in self._later]
+        moved = [self._later[index].index for index in self._look.take()]  # until the copies are done it may change
         return [*moved, *(index for probe in self._probes for index in probe.changed(arena))]
 
 
@@ -99,6 +110,12 @@ def _copy(arena: Arena, copies: Sequence[DeviceCopy]) -> None:
         sources = [copy.source for copy in copies]
         targets = [arena.view(copy.offset, copy.source.dtype, tuple(copy.source.shape)) for copy in copies]
         torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _has_blocks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes, in their order, are what a copy of it holds."""
+    as_it_is = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return as_it_is and tensor.nbytes >= BLOCK_BYTES
 
 
 class DeviceProbe:
@@ -110,7 +127,7 @@ class DeviceProbe:
     """
 
     def __init__(self, random: np.random.Generator, copies: Sequence[DeviceCopy]) -> None:
-        able = [c for c in copies if c.later and c.source.is_contiguous() and c.source.nbytes >= BLOCK_BYTES]
+        able = [copy for copy in copies if copy.later and _has_blocks(copy.source)]
         chosen = random.permutation(len(able))[:MAX_BLOCKS]
         self._copies = [able[index] for index in chosen]
         self._within = [int(random.integers(0, copy.source.nbytes - BLOCK_BYTES + 1)) for copy in self._copies]

@@ -110,6 +110,11 @@ class Stager:
         self.stepped: set[int] = set()
 
     @property
+    def replayed(self) -> set[int]:
+        """Identities of the optimizers whose step is in a CUDA graph: when they make one is not seen."""
+        return {id(optimizer) for optimizer in self._graphed}
+
+    @property
     def num_bytes(self) -> int:
         """Staging memory, bytes."""
         return sum(arena.size for arena in (self._arena, self._scratch) if arena is not None)
@@ -127,6 +132,7 @@ class Stager:
         self.stepped.add(id(optimizer))
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             self._graphed.add(optimizer)  # a replay calls no hook
+            self._devices.before_capture()
         self.join()
 
     def prepare(self, encoded: Encoded, objects: Collection[Any]) -> None:
@@ -277,7 +283,7 @@ class Stager:
     def _finish_devices(self, staged: Staged, layout: Layout) -> None:
         try:
             self._blame(staged, {layout.names[index] for index in self._devices.finish(staged.arena)})
-        except RuntimeError as error:
+        except Exception as error:  # the loop must hear of it, as of any other
             staged.error = error
 
     def _blame(self, staged: Staged, names: set[str]) -> None:
