@@ -109,8 +109,8 @@ class Saver:
         return [unwrap(obj) for obj in self._tracked.values()]
 
     def pending_gradients(self) -> Gradients:
-        """Gradients of an accumulation that goes on behind this boundary."""
-        return pending_gradients(self._tracked, self._stager.stepped)
+        """Gradients of an accumulation that goes on behind this boundary; a graph's replays make theirs anew."""
+        return pending_gradients(self._tracked, self._stager.stepped | self._stager.replayed)
 
     def next_update(self) -> None:
         """A boundary is over: which optimizers make a step is counted anew."""
