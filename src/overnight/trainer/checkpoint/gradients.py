@@ -11,9 +11,13 @@ from typing import Any
 import torch
 
 from overnight.trainer.checkpoint.sharding import is_sharded
+from overnight.trainer.checkpoint.unreduced import Unreduced
 
 Gradients = dict[str, dict[str, torch.Tensor]]
 """By name of the optimizer, then by number of the group and of the parameter in it: ``"0.3"``."""
+
+_UNREDUCED = ".unreduced"
+"""Behind the number of a parameter: its gradient that FSDP2 has not reduced yet."""
 
 
 def pending_gradients(tracked: Mapping[str, Any], stepped: Collection[int]) -> Gradients:
@@ -22,13 +26,18 @@ def pending_gradients(tracked: Mapping[str, Any], stepped: Collection[int]) -> G
     Args:
         tracked: Objects by name.
         stepped: Identities of the optimizers that have just made one.
+
+    Raises:
+        SaveFailedError: There are some that cannot be saved.
     """
     found: Gradients = {}
+    unreduced = Unreduced(tracked.values())
     for name, optimizer in _optimizers(tracked):
         if id(optimizer) not in stepped:
-            grads = {key: param.grad for key, param in _params(optimizer) if param.grad is not None}
-            if grads:
-                found[name] = grads
+            grads = {key: param.grad for key, param in _params(optimizer)}
+            grads |= {f"{key}{_UNREDUCED}": unreduced.of(param) for key, param in _params(optimizer)}
+            if present := {key: grad for key, grad in grads.items() if grad is not None}:
+                found[name] = present
     return found
 
 
@@ -39,11 +48,14 @@ def put_gradients_back(tracked: Mapping[str, Any], gradients: Gradients) -> list
         What had gradients in the checkpoint and is not there any more.
     """
     missing = sorted(set(gradients) - {name for name, _ in _optimizers(tracked)})
+    unreduced = Unreduced(tracked.values())
     for name, optimizer in _optimizers(tracked):
         saved = gradients.get(name, {})
         for key, param in _params(optimizer):
             if key in saved:
                 param.grad = _like(param, saved[key])
+            if (whole := saved.get(f"{key}{_UNREDUCED}")) is not None:
+                unreduced.put_back(param, whole)
     return missing
 
 
