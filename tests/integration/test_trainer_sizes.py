@@ -40,8 +40,9 @@ with trainer.run(every=2, keep=3, seed=3) as run:
 
     def fingerprint():
         moments = optimizer.state_dict()["state"]
-        tensors = [*net.state_dict().values(), *(moments[i][key] for i in sorted(moments) for key in sorted(moments[i]))]
-        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+        kept = [moments[number][key] for number in sorted(moments) for key in sorted(moments[number])]
+        content = [tensor.numpy().tobytes() for tensor in (*net.state_dict().values(), *kept)]
+        return hashlib.sha256(b"".join(content)).hexdigest()
 
     if run.resumed:
         note("resumed", fingerprint())
@@ -131,7 +132,7 @@ def test_one_two_one_three_ranks_go_on_with_every_weight_moment_and_sample(
     ]
     assert starts in ([[3], [at], [11]] for at in (4, 6)), starts
     after: dict[int, set[str]] = {}
-    for step, rank, ranks, value in trial.notes("after"):
+    for step, _, _, value in trial.notes("after"):
         after.setdefault(step, set()).add(value)
     for step, rank, ranks, value in resumed:
         assert {value} == after[step], f"rank {rank} of {ranks} at step {step}"
