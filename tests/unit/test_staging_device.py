@@ -126,6 +126,7 @@ class Gpu:
     # as torch.cuda.cudart()
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address not in self.registered, "CUDA refuses a second time"
         if self.answer == PINNED:
             self.registered[address] = size
         return self.answer
