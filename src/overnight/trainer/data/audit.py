@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from overnight.trainer.checkpoint.place import CheckpointName, LocalPlace, fence_name
+from overnight.trainer.checkpoint.place import CheckpointName, Place, fence_name, open_place
 from overnight.trainer.data.entries import Declaration, Entry, RankRecord, Token, read_attempts
 
 Content = tuple[int, int, int, bytes]
@@ -43,12 +43,13 @@ class Audit:
     updates: int
 
 
-def audit(trial_dir: Path, *, checkpoints: Path | None = None, finished: bool = True) -> Audit:
+def audit(trial_dir: Path, *, checkpoints: Place | str | Path | None = None, finished: bool = True) -> Audit:
     """Audits a trial from its records alone.
 
     Args:
         trial_dir: The trial's folder, with ``attempts/``.
-        checkpoints: Its checkpoint place, ``<trial_dir>/checkpoints`` by default.
+        checkpoints: Its checkpoint place, ``<trial_dir>/checkpoints`` by default. One that is elsewhere must be said:
+            without its fences nobody knows which work was done again.
         finished: Whether every declared epoch should be there. If not (a trial that was stopped, or still runs), only
             samples before the furthest one recorded can be skipped, and ``expected`` counts up to there.
     """
@@ -86,10 +87,10 @@ class Fork:
     parent: Token | None
 
 
-def read_forks(checkpoints: Path) -> dict[Token, Fork]:
+def read_forks(checkpoints: Place | str | Path) -> dict[Token, Fork]:
     """The fork point of every token that claimed a checkpoint place. Unreadable fences are left out."""
     forks: dict[Token, Fork] = {}
-    place = LocalPlace(checkpoints)
+    place = checkpoints if isinstance(checkpoints, Place) else open_place(checkpoints)
     for token in place.tokens():
         try:
             body = json.loads(place.read(fence_name(token)))
