@@ -1,11 +1,14 @@
 """A script with everything that makes exact resume hard, and a way to be killed at any point of any step.
 
-``DISTURB`` is JSON ``{"step", "rank", "when": "start" | "middle" | "end", "signal"}``.
+``DISTURB`` is JSON ``{"step", "rank", "when": "start" | "middle" | "end", "signal"}``, or a list of such. With the path
+of a file as ``"after"`` the rank waits until that is there; signal 0 is none.
 """
 
 import json
 import os
 import random
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,9 +42,12 @@ def build(kind: str) -> nn.Module:
 
 
 def disturb(run: trainer.Run, when: str) -> None:
-    wish = json.loads(os.environ.get("DISTURB", "null"))
-    if wish and (wish["step"], wish["rank"], wish["when"]) == (run.step, run.rank, when):
-        os.kill(os.getpid(), wish["signal"])
+    wishes = json.loads(os.environ.get("DISTURB", "[]"))
+    for wish in wishes if isinstance(wishes, list) else [wishes]:
+        if (wish["step"], wish["rank"], wish["when"]) == (run.step, run.rank, when):
+            while not Path(wish.get("after", "/")).exists():
+                time.sleep(0.002)
+            os.kill(os.getpid(), wish["signal"])
 
 
 def main() -> None:

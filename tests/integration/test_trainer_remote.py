@@ -1,0 +1,148 @@
+"""Trainings whose checkpoints lie behind a URL: through an outage, killed in an upload, resumed, with the same bits.
+
+Folders, script and URL have letters beyond ASCII, and such as URLs and shells give a meaning of their own.
+"""
+
+import itertools
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_lab import Store, lent, running_store
+from trainer_ranks import Lab, shared_lab
+from waiting import LIMIT_SECONDS
+
+from overnight.trainer.checkpoint.multipart import uploads_below
+from overnight.trainer.checkpoint.reading.finding import newest_good
+from overnight.trainer.checkpoint.remote import RemotePlace
+from overnight.trainer.data.record import audit
+
+SCRIPT = Path(__file__).with_name("trainer_exact.py")
+NUMBERS = itertools.count()
+NUM_UPDATES, GLOBAL_BATCH = 18, 8
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    with lent(server, monkeypatch.setenv) as store:
+        yield store
+
+
+@pytest.fixture
+def place(store: Store) -> RemotePlace:
+    return store.place(f"größe 東京 +1 100%/{next(NUMBERS)}/checkpoints")
+
+
+class Training:
+    """A training in a folder of its own, and what is known of it from outside."""
+
+    def __init__(self, lab: Lab, folder: Path, ranks: int) -> None:
+        folder.mkdir()
+        self._lab, self._folder, self.ranks = lab, folder, ranks
+        self._script = Path(shutil.copy(SCRIPT, folder / "größe.py"))
+
+    def run(self, **env: str) -> list[int]:
+        return self._lab.run(self._script, self._folder, ranks=self.ranks, env=env)
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
+
+    @property
+    def trial(self) -> Path:
+        (trial,) = (self._folder / ".overnight" / "größe").iterdir()
+        return trial
+
+    @property
+    def staged(self) -> list[str]:
+        return sorted(path.name for path in self.trial.glob("staging/*"))
+
+    def step(self) -> int:
+        """How far rank 0 has come."""
+        lines = (self.trial / "losses-0.jsonl").read_text().splitlines()
+        return max((json.loads(line)[0] for line in lines), default=0)
+
+    def result(self) -> tuple[Any, ...]:
+        """The end, and all that was ever computed at each step by each rank."""
+        final = max((self.trial / "attempts").glob("*/final.json"))
+        losses = [set((self.trial / f"losses-{rank}.jsonl").read_text().splitlines()) for rank in range(self.ranks)]
+        return json.loads(final.read_text()), losses
+
+
+class Weather:
+    """What the store does: it is away when the first save is sent, until training has got on, and slow at the second.
+
+    Attributes:
+        sent: A file that says that all ranks have begun to send the first save.
+        sending: A file that says that a rank is in the middle of an upload of the second.
+        killed: To be set when that upload need not be kept waiting any longer.
+        num_failures: Requests that were refused.
+    """
+
+    def __init__(self, training: Training, folder: Path) -> None:
+        self._training = training
+        self._seen: set[str] = set()
+        self.sent, self.sending = folder / "sent", folder / "sending"
+        self.killed = threading.Event()
+        self.num_failures = 0
+
+    def __call__(self, method: str, path: str) -> bool:
+        folder, _, file = path.rpartition("/")
+        if method == "PUT" and folder.endswith("/step-4.attempt-1.1"):
+            self._seen.add(file)
+            if {f"state-{rank}.json" for rank in range(self._training.ranks)} <= self._seen:
+                self.sent.touch()
+            if is_away := self._training.step() < 8:
+                self.num_failures += 1
+            return is_away
+        if method == "PUT" and folder.endswith("/step-8.attempt-1.1"):
+            self.sending.touch()
+            self.killed.wait(LIMIT_SECONDS)
+        return False
+
+    def kill(self, victim: int) -> str:
+        """Wishes of a script: once its memory is free again it goes on, and dies in the middle of the next upload."""
+        pause = {"step": 5, "rank": 0, "when": "start", "signal": 0, "after": str(self.sent)}
+        death = {"step": 14, "rank": victim, "when": "middle", "signal": signal.SIGKILL, "after": str(self.sending)}
+        return json.dumps([pause, death])
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 1)])
+def test_a_store_that_fails_and_a_kill_in_an_upload_change_no_bit(
+    store: Store, place: RemotePlace, tmp_path: Path, ranks: int, victim: int
+) -> None:
+    undisturbed = Training(shared_lab(), tmp_path / "undisturbed", ranks)
+    assert undisturbed.run() == [0] * ranks, undisturbed.log[-3000:]
+    training = Training(shared_lab(), tmp_path / "größe 東京", ranks)
+    env = {**store.credentials, "OVERNIGHT_CHECKPOINTS": place.url}
+
+    store.failing = weather = Weather(training, tmp_path)
+    codes = training.run(DISTURB=weather.kill(victim), **env)
+    weather.killed.set()
+    assert codes[victim] == -signal.SIGKILL and 0 not in codes, training.log[-3000:]
+    assert weather.num_failures > 0 and training.step() >= 13, "training went on while the store was away"
+    assert [str(name) for name in place.checkpoints()] == ["step-4.attempt-1.1"]
+    assert f"step-8.attempt-1.1.rank-{victim}" in training.staged
+
+    turns = itertools.count(1)
+    store.failing = lambda method, path: next(turns) % 7 == 0
+    assert training.run(**env) == [0] * ranks, training.log[-3000:]
+    store.failing = lambda method, path: False
+    assert f"resumed at step 4 from {place.url}/step-4.attempt-1.1" in training.log
+    assert training.result() == undisturbed.result() and training.result()[0]["step"] == NUM_UPDATES
+    counted = audit(training.trial, checkpoints=place)
+    assert (counted.repeated, counted.skipped, counted.recorded) == (0, 0, NUM_UPDATES * GLOBAL_BATCH)
+    newest = newest_good(place)
+    assert newest is not None and newest[0].step == NUM_UPDATES
+    assert training.staged == [] and place.unfinished() == {} and uploads_below(place.files, place.full("")) == []
