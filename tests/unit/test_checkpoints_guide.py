@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import textwrap
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from checkpoint_lab import lay
 from trainer_ranks import Lab, shared_lab
 
 from overnight.cli import app
-from overnight.core.settings import Settings
+from overnight.core.settings import build_settings
 from overnight.core.specfile import parse
 from overnight.trainer.checkpoint.place import LocalPlace
 from overnight.trainer.checkpoint.tracked import state_of
@@ -126,7 +125,7 @@ def test_quotas() -> None:
     yaml, toml = (text for language, text in BLOCKS if language in ("yaml", "toml"))
     spec = parse(f"experiment: digits\nrun: python train.py\n{yaml}")
     assert spec.checkpoint_quota_bytes == 50 * 10**9
-    assert Settings(**tomllib.loads(toml)).checkpoint_quota_bytes == 200 * 10**9
+    assert build_settings({}, toml).checkpoint_quota_bytes == 200 * 10**9
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=[line.split()[2] for line in COMMANDS])
