@@ -292,6 +292,7 @@ def test_a_trial_from_proposal_to_the_leaderboard(client: httpx.Client, node: Sc
     name = propose(client, "digits", {"lr": 0.1}, config={"objective": OBJECTIVE})["trials"][0]["name"]
     order = node.launches()[0]
     assert order["trial_name"] == name and order["params"] == {"lr": 0.1}
+    assert order["mtbf_seconds"] > 0, "what is known of the failures of its devices"
     attempt = order["attempt_id"]
     node.start(attempt)
     assert trial(client, name)["state"] == "running"
