@@ -7,16 +7,20 @@ import itertools
 import json
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec.config
 import pytest
+import torch
 from store_lab import Store, lent, running_store
 from trainer_ranks import Lab, shared_lab
-from waiting import LIMIT_SECONDS
+from waiting import LIMIT_SECONDS, wait_for
 
+from overnight import trainer
 from overnight.trainer.checkpoint.multipart import uploads_below
 from overnight.trainer.checkpoint.reading.finding import newest_good
 from overnight.trainer.checkpoint.remote import RemotePlace
@@ -146,3 +150,61 @@ def test_a_store_that_fails_and_a_kill_in_an_upload_change_no_bit(
     newest = newest_good(place)
     assert newest is not None and newest[0].step == NUM_UPDATES
     assert training.staged == [] and place.unfinished() == {} and uploads_below(place.files, place.full("")) == []
+
+
+class SlowStore:
+    """Takes no file of a checkpoint before training has got to the next fifth update, or has ended.
+
+    Attributes:
+        num_held: Files that it has let wait.
+        ended: Whether training has.
+        staged: The largest number of saves that lay on the disk on their way.
+    """
+
+    def __init__(self, staging: Path) -> None:
+        self._staging = staging
+        self._num_fifths = 0
+        self.num_held, self.ended, self.staged = 0, False, 0
+
+    def __call__(self, method: str, path: str) -> bool:
+        if method == "PUT" and "/step-" in path:
+            before = self._num_fifths
+            self.num_held += 1
+            wait_for(lambda: self.ended or self._num_fifths > before, "training to go on")
+            self.staged = max(self.staged, len(list(self._staging.iterdir())))
+        return False
+
+    def fifth(self) -> None:
+        """Training has done five more updates. It waits for files to come, so that it need not do thousands of them."""
+        held = self.num_held
+        self._num_fifths += 1
+        wait_for(lambda: self.num_held > held, "the next file")
+
+
+def test_before_a_slow_store_one_save_lies_on_the_disk_and_training_goes_on(
+    store: Store, place: RemotePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    monkeypatch.setenv("OVERNIGHT_CHECKPOINTS", place.url)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": store.url, "key": "key", "secret": "secret"})
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainer.run(every=1, keep=100) as run:
+        run.track(model=model, optimizer=optimizer)
+        staging = run.trial_dir / "staging"
+        store.failing = slow = SlowStore(staging)
+        for step in run.steps(100_000):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 5 == 0:
+                slow.fifth()
+            if run._ledger._counts["saves"] >= 3:
+                break
+        slow.ended = True
+        num_coalesced, num_updates = run._ledger._counts["saves_coalesced"], run.step
+    steps = [name.step for name in place.checkpoints()]
+    assert slow.staged == 1 and list(staging.iterdir()) == []
+    assert len(steps) >= 4 and steps[-1] == num_updates, "three while it trained, and the last"
+    assert num_updates / 2 < num_coalesced < num_updates, "counted"
