@@ -361,6 +361,49 @@ def test_a_run_that_ends_by_an_error_commits_what_is_staged() -> None:
     assert saved_steps(run) == [1]
 
 
+def test_a_save_between_loops_that_is_discarded_says_so_and_is_taken_again() -> None:
+    training = Training(256)
+    with trainer.run(every=None) as run:
+        training.track(run)
+        for _ in run.steps(2):
+            training.update()
+        gate = threading.Event()
+        hold(run, gate)
+        handle = run.save()
+        training.model.weight.data.mul_(1.5)
+        gate.set()
+        with pytest.raises(BadInputError, match="was discarded"):
+            handle.result(DEADLINE_SECONDS)
+        for _ in run.steps(1):
+            training.update()
+        assert handle.result(DEADLINE_SECONDS).endswith("step-3.attempt-1.1")
+        assert torch.equal(newest(run)["weight"], training.weight)
+
+
+def test_a_save_that_finds_nothing_new_is_the_one_that_is_there() -> None:
+    training = Training()
+    with trainer.run(every=None) as run:
+        training.track(run)
+        for _ in run.steps(2):
+            training.update()
+        uris = [run.save().result(DEADLINE_SECONDS) for _ in range(3)]
+        assert len(set(uris)) == 1 and Path(uris[0]).is_dir()
+
+
+def test_large_tensors_that_shrink_and_strided_ones_that_grow_are_saved() -> None:
+    table = {"large": torch.ones(2_500_000), "strided": torch.zeros(20, 30).t(), "n": 0}
+    with trainer.run(every=None) as run:
+        run.track(table=table)
+        for step in run.steps(6):
+            if step == 3:
+                table["large"], table["strided"] = torch.ones(10), torch.zeros(2000, 3000).t()
+            run.save()
+    restored = open_newest(place_of(run))
+    assert restored is not None and restored.manifest.step == 6
+    found = restored.state("table")
+    assert torch.equal(found["large"], torch.ones(10)) and found["strided"].shape == (3000, 2000)
+
+
 def test_tensors_that_get_another_form_in_their_memory_are_saved_as_they_are() -> None:
     table = {"w": torch.arange(6.0).view(2, 3), "n": 0}
     with trainer.run(every=1, keep=50) as run:

@@ -88,6 +88,7 @@ class SaveHandle:
     def __init__(self, driver: Drives) -> None:
         self._driver = driver
         self._saving: Saving | None = None
+        self._was_discarded = False
 
     def __repr__(self) -> str:
         name = self._saving.name if self._saving is not None else "a save"
@@ -116,10 +117,15 @@ class SaveHandle:
             Where the checkpoint is.
 
         Raises:
-            BadInputError: It has not begun: inside the body of a loop, a save begins at the next boundary.
+            BadInputError: It has not begun, or has to begin again: inside the body of a loop, a save begins at the next boundary.
             TimeoutError: Not yet.
             SaveFailedError, FencedError: It was not saved. The run does not raise that again.
         """
+        if self._saving is None and self._was_discarded:
+            raise BadInputError(
+                "this save was discarded, as its state was changed while it was copied; the next boundary takes it again",
+                hint="Call result() in a later round of the loop.",
+            )
         if self._saving is None:
             raise BadInputError(
                 "this save has not begun: inside the body of a loop, run.save() takes effect at the next boundary",
@@ -133,11 +139,13 @@ class SaveHandle:
         saving.observed = True
         if saving.failure is not None:
             raise saving.failure
-        return self._driver.uri(saving.name if saving.ticket is None else saving.ticket.name)
+        published = saving.ticket.published if saving.ticket is not None else None  # an earlier one if nothing changed
+        return self._driver.uri(published or saving.name)
 
     def attach(self, saving: Saving | None) -> None:
-        """Says which save it is about; None while that has not begun."""
+        """Says which save it is about; None if that was discarded and another one will begin."""
         self._saving = saving
+        self._was_discarded = saving is None
 
 
 def as_failure(error: Exception, name: CheckpointName) -> OvernightError:

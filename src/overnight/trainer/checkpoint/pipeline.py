@@ -166,8 +166,6 @@ class Pipeline:
     def _hand_over(self, saving: Saving, moment: Moment, encoded: Encoded, staged: Staged) -> None:
         """Runs in the staging thread."""
         try:
-            if staged.outdated:
-                self._encoder.forget()
             if not staged.good:
                 raise _reason(saving.name, staged)
             saving.staged.set()
@@ -320,11 +318,6 @@ class Pipeline:
 def _reason(name: CheckpointName, staged: Staged) -> OvernightError:
     if staged.error is not None:
         return as_failure(staged.error, name)
-    if staged.outdated:
-        return SaveDiscardedError(
-            f"checkpoint {name} was discarded: a tensor has another shape, type or memory than at the save before",
-            hint="It is saved again at the next boundary.",
-        )
     changed = ", ".join(repr(one) for one in staged.changed)
     return SaveDiscardedError(
         f"checkpoint {name} was discarded: {changed} was changed, not by an optimizer's step, while it was copied",

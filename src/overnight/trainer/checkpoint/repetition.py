@@ -2,9 +2,11 @@
 
 Training waits while a state is taken apart: some microseconds for each of its thousands of tensors. But from save to
 save the same tensors lie at the same paths, in the same form. So names and JSON are kept, and a save compares what they
-depend on: containers, keys and types; numbers and strings by value, object by object. The form of the tensors (shape,
-type, contiguous or not) and which of them share memory are compared while training goes on: they are as good as never
-others, and if they are, the save is discarded and taken again. What is kept refers to no tensor, and keeps no memory.
+depend on: containers, keys and types; each tensor's shape, strides and type; which of them share memory; numbers and
+strings by value, object by object. What is kept refers to no tensor, and keeps no memory.
+
+What is compared later was read once: what is kept of a state is made from a copy of its containers, so that a thread
+of the script that changes a number meanwhile spoils that save at most, and never those that come after it.
 """
 
 from collections import OrderedDict
@@ -12,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
+from operator import eq
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -45,10 +48,6 @@ class Encoder:
     def __init__(self) -> None:
         self._kept: _Kept | None = None
 
-    def forget(self) -> None:
-        """Looks at everything anew the next time."""
-        self._kept = None
-
     def encode(self, states: Mapping[str, Any]) -> Encoded:
         """Takes states apart without copying a tensor.
 
@@ -58,16 +57,37 @@ class Encoder:
         Raises:
             SaveFailedError: Something in a state cannot be saved; the message names its path.
         """
-        flat = _flatten(states)
-        if flat is not None and self._kept is not None and self._kept.fits(flat):
-            return _Repeated(self._kept, flat)
-        self._kept = None
+        if self._kept is not None:
+            flat = _flatten(states)
+            if flat is not None and self._kept.fits(flat):
+                jsons = self._kept.jsons_of(flat)
+                if jsons is not None:
+                    return _Repeated(self._kept, flat, jsons)
+        self._kept = None  # whatever happens now
+        with suppress(RecursionError, RuntimeError):  # it contains itself, or a thread changes its keys: said below
+            states = _copied(dict(states))
         walk = Encoding()
         objects = walk.encode_all(states)
+        flat = _flatten(states)
         if flat is not None and len(walk.seen) == len(flat.tensors):  # quantized ones are no leaves
             with suppress(*_UNUSUAL):
                 self._kept = _Kept(flat, walk, objects)
         return Encoded(objects, walk.leaves, self._kept)
+
+
+def _copied(value: Any) -> Any:
+    """The same tensors and values in containers of their own."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_copied(item) for item in value])
+    if kind is OrderedDict:
+        result = OrderedDict((key, _copied(item)) for key, item in value.items())
+        if hasattr(value, "_metadata"):
+            result._metadata = _copied(value._metadata)  # type: ignore[attr-defined]
+        return result
+    return value
 
 
 # -- what there is ----------------------------------------------------------------------------------------------------
@@ -82,6 +102,7 @@ class _Unit(NamedTuple):
         value: The live state.
         plain: All that is no container, key or tensor in it, in order.
         start: How many tensors lie before its own.
+        skeleton: Its own part of it.
     """
 
     name: str
@@ -89,6 +110,7 @@ class _Unit(NamedTuple):
     value: Any
     plain: list[Any]
     start: int
+    skeleton: slice
 
 
 class _OddError(Exception):
@@ -103,7 +125,7 @@ class _Flat:
         skeleton: Containers with their keys and the types of what is in them, in order.
         units: The parts.
         tensors: All tensors, and arrays as tensors of bytes; in the order in which they are encoded.
-        addresses: Where each begins; 0 for empty ones.
+        addresses: Where each begins; of empty ones something that tells their memory from others.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -115,9 +137,10 @@ class _Flat:
 
     def add_unit(self, name: str, key: str | None, value: Any) -> None:
         plain: list[Any] = []
-        self.units.append(_Unit(name, key, value, plain, len(self.tensors)))
+        start, begin = len(self.tensors), len(self.skeleton)
         self.skeleton.append((name, key, type(value)))
         self._add((value,), (type(value),), plain)
+        self.units.append(_Unit(name, key, value, plain, start, slice(begin, len(self.skeleton))))
 
     def _add(self, values: Any, kinds: Sequence[type], plain: list[Any]) -> None:
         distinct = set(kinds)
@@ -194,7 +217,11 @@ def _flatten(states: Mapping[str, Any]) -> _Flat | None:
                     flat.add_unit(name, key, value)
             else:
                 flat.add_unit(name, None, state)
-        flat.addresses = np.array(list(map(torch.Tensor.data_ptr, flat.tensors)), dtype=np.uint64)
+        addresses = list(map(torch.Tensor.data_ptr, flat.tensors))
+        if 0 in addresses:
+            pairs = zip(addresses, flat.tensors, strict=True)
+            addresses = [address or tensor.untyped_storage()._cdata for address, tensor in pairs]
+        flat.addresses = np.array(addresses, dtype=np.uint64)
     except (_OddError, RecursionError, *_UNUSUAL):
         return None
     return flat
@@ -207,22 +234,31 @@ class _Form:
         tensors: Any.
 
     Raises:
-        RuntimeError, NotImplementedError: One has no shape.
+        RuntimeError, NotImplementedError: One has no shape or strides.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         of = torch.Tensor
         self._shapes = _interned([tensor.shape for tensor in tensors])
+        self._strides = _interned(list(map(of.stride, tensors)))
         self._dtypes = [tensor.dtype for tensor in tensors]
-        self._flags = [list(map(flag, tensors)) for flag in (of.is_contiguous, of.is_neg, of.is_conj)]
+        self._negated = list(map(of.is_neg, tensors))
+        self._conjugated = list(map(of.is_conj, tensors))
+        self._is_complex = any(dtype.is_complex for dtype in set(self._dtypes))
 
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors have it."""
+        """Whether so many other tensors have it; half a microsecond for each."""
+        of = torch.Tensor
         try:
-            other = _Form(tensors)
+            return (
+                all(map(eq, map(of.size, tensors), self._shapes))
+                and all(map(eq, map(of.stride, tensors), self._strides))
+                and [tensor.dtype for tensor in tensors] == self._dtypes
+                and list(map(of.is_neg, tensors)) == self._negated
+                and (not self._is_complex or list(map(of.is_conj, tensors)) == self._conjugated)
+            )
         except _UNUSUAL:
             return False
-        return self._shapes == other._shapes and self._dtypes == other._dtypes and self._flags == other._flags
 
 
 def _interned(values: list[_T]) -> list[_T]:
@@ -231,10 +267,26 @@ def _interned(values: list[_T]) -> list[_T]:
     return [known.setdefault(value, value) for value in values]
 
 
-def _sharing(addresses: NDArray[np.uint64]) -> list[int]:
-    """For each tensor the first one at the same address; -1 where there is no memory."""
-    first: dict[int, int] = {0: -1}
-    return [first.setdefault(address, index) for index, address in enumerate(addresses.tolist())]
+class _Sharing:
+    """Which tensors begin at the same address.
+
+    Args:
+        addresses: Of each.
+    """
+
+    def __init__(self, addresses: NDArray[np.uint64]) -> None:
+        self._addresses = addresses.tolist()
+        self._is_none = len(set(self._addresses)) == len(self._addresses)
+
+    def is_like(self, other: "_Sharing") -> bool:
+        """Whether the same ones do."""
+        return (self._is_none and other._is_none) or self._firsts == other._firsts
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """For each the first one that begins there."""
+        first: dict[int, int] = {}
+        return [first.setdefault(address, index) for index, address in enumerate(self._addresses)]
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -267,32 +319,59 @@ class _Kept:
         self._skeleton = flat.skeleton
         self._form = _Form(flat.tensors)
         self._addresses = flat.addresses
-        self._sharing = _sharing(flat.addresses)
+        self._sharing = _Sharing(flat.addresses)
         self._on_cpu = [tensor.is_cpu for tensor in flat.tensors]
-        self._plain = [unit.plain for unit in flat.units]
-        self._jsons: list[Json] = [objects[u.name] if u.key is None else objects[u.name][u.key] for u in flat.units]
+        self._parts: list[tuple[list[Any], Json]] = [
+            (unit.plain, objects[unit.name] if unit.key is None else objects[unit.name][unit.key])
+            for unit in flat.units
+        ]
         self._texts: list[tuple[Json, str] | None] = [None] * len(flat.units)
 
     def fits(self, flat: _Flat) -> bool:
-        """Whether names and JSON are the same, if the tensors have their form still and share memory as they did."""
+        """Whether only content differs, and the addresses of what is on the same kind of device."""
         if self._skeleton != flat.skeleton:
             return False
         elsewhere = np.flatnonzero(self._addresses != flat.addresses).tolist()
         if any(flat.tensors[index].is_cpu != self._on_cpu[index] for index in elsewhere):
             return False
-        self._addresses = flat.addresses
+        if not self._form.is_of(flat.tensors):
+            return False
+        if elsewhere:
+            sharing = _Sharing(flat.addresses)
+            if not sharing.is_like(self._sharing):
+                return False
+            self._addresses, self._sharing = flat.addresses, sharing
         return True
 
-    def is_true_of(self, flat: _Flat) -> bool:
-        """Whether the tensors have the form in which they were taken apart, and share memory as they did."""
-        return self._form.is_of(flat.tensors) and self._sharing == _sharing(flat.addresses)
+    def jsons_of(self, flat: _Flat) -> list[Json] | None:
+        """JSON of each part: the one that is kept if all its numbers and strings are the same.
 
-    def json_of(self, index: int, unit: _Unit) -> Json:
-        """JSON of a part: the one that is kept if all its numbers and strings are the same."""
-        if not _are_same(self._plain[index], unit.plain):
-            self._plain[index] = unit.plain
-            self._jsons[index] = _Again(self._seen[unit.start :]).encode(unit.value, "")
-        return self._jsons[index]
+        Returns:
+            None if a state has changed since it was laid out flat.
+        """
+        jsons = []
+        for index, unit in enumerate(flat.units):
+            plain, json = self._parts[index]
+            if not _are_same(plain, unit.plain):
+                part = self._anew(unit)
+                if part is None:
+                    return None
+                self._parts[index] = part  # both or neither, whatever interrupts
+                json = part[1]
+            jsons.append(json)
+        return jsons
+
+    def _anew(self, unit: _Unit) -> tuple[list[Any], Json] | None:
+        """Numbers and strings of a part, and its JSON with them; None if it has another form by now."""
+        again = _Flat(())
+        try:
+            value = _copied(unit.value)
+            again.add_unit(unit.name, unit.key, value)
+        except (_OddError, RecursionError, RuntimeError):
+            return None
+        if again.skeleton != self._skeleton[unit.skeleton]:
+            return None
+        return again.units[0].plain, _Again(self._seen[unit.start :]).encode(value, "")
 
     def text_of(self, index: int, json: Json) -> str:
         """Text of a part's JSON; several threads may ask."""
@@ -340,13 +419,14 @@ class _Repeated(Encoded):
     Args:
         kept: Of that save.
         flat: The states of this one.
+        jsons: Of its parts.
     """
 
-    def __init__(self, kept: _Kept, flat: _Flat) -> None:
+    def __init__(self, kept: _Kept, flat: _Flat, jsons: Sequence[Json]) -> None:
         super().__init__({}, {}, kept)
         self._kept = kept
-        self._flat = flat
-        self._parts = [(unit.name, unit.key, kept.json_of(index, unit)) for index, unit in enumerate(flat.units)]
+        self._names = flat.names
+        self._parts = [(unit.name, unit.key, json) for unit, json in zip(flat.units, jsons, strict=True)]
         if len(kept.firsts) == len(flat.tensors):
             self._tensors, self._addresses = flat.tensors, flat.addresses
         else:
@@ -356,7 +436,7 @@ class _Repeated(Encoded):
     @cached_property
     def objects(self) -> dict[str, Json]:
         """JSON by object name."""
-        objects: dict[str, Json] = {name: {} for name in self._flat.names}
+        objects: dict[str, Json] = {name: {} for name in self._names}
         for name, key, json in self._parts:
             if key is None:
                 objects[name] = json
@@ -375,10 +455,6 @@ class _Repeated(Encoded):
         """The live tensors of all leaves."""
         return self._tensors
 
-    def is_true(self) -> bool:
-        """Whether the tensors have the form that they are said to have."""
-        return self._kept.is_true_of(self._flat)
-
     @property
     def addresses(self) -> NDArray[np.uint64]:
         """Where each of them begins."""
@@ -387,14 +463,14 @@ class _Repeated(Encoded):
     def text(self) -> str:
         """The objects as JSON text."""
         whole: dict[str, str] = {}
-        members: dict[str, list[str]] = {name: [] for name in self._flat.names}
+        members: dict[str, list[str]] = {name: [] for name in self._names}
         for index, (name, key, json) in enumerate(self._parts):
             text = self._kept.text_of(index, json)
             if key is None:
                 whole[name] = text
             else:
                 members[name].append(f"{to_text(key)}:{text}")
-        return _joined(f"{to_text(name)}:{whole.get(name) or _joined(members[name])}" for name in self._flat.names)
+        return _joined(f"{to_text(name)}:{whole.get(name) or _joined(members[name])}" for name in self._names)
 
 
 def _joined(members: Iterable[str]) -> str:

@@ -91,10 +91,6 @@ class Encoded:
         """Where each of them begins."""
         return np.array([leaf.tensor.data_ptr() for leaf in self.leaves.values()], dtype=np.uint64)
 
-    def is_true(self) -> bool:
-        """Whether all that is said here of the tensors is so; to be asked before what was copied is used."""
-        return True
-
     def text(self) -> str:
         """The objects as JSON text."""
         return to_text(self.objects)

@@ -40,7 +40,6 @@ class Staged:
     Attributes:
         arena: Where; untouched until the next state is staged.
         pieces: What.
-        outdated: What was known of the tensors is not true any more: they have another form.
         changed: Names of the objects whose content was changed outside an optimizer's step while it was copied. The
             arena then holds no moment's state.
         error: Why it could not be copied.
@@ -48,14 +47,13 @@ class Staged:
 
     arena: Arena
     pieces: Pieces
-    outdated: bool = False
     changed: list[str] = field(default_factory=list)
     error: Exception | None = None
 
     @property
     def good(self) -> bool:
         """Whether the arena holds the state of the boundary."""
-        return not (self.outdated or self.changed) and self.error is None
+        return not self.changed and self.error is None
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,6 @@ class Stager:
 
         def copy() -> None:
             try:
-                staged.outdated = not encoded.is_true()
                 layout.groups[Way.LATER].write(arena.fileno(), addresses)
                 wrong = {*freed(memory, addresses.tolist(), layout.groups[Way.LATER].lengths), *versions.moved()}
                 if probe is not None:
