@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test check bench soak shots clean
+.PHONY: help setup demo test gpu check bench soak shots clean
 
 help:  ## show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,6 +24,9 @@ demo: setup  ## run the main job: a sweep through faults, on four fake GPUs
 
 test: setup  ## run all tests (PostgreSQL tests need its binaries; see CONTRIBUTING.md)
 	$(BIN)/python -m pytest -m "not soak and not gpu" -n 4 --dist loadfile --no-loadscope-reorder
+
+gpu: setup  ## run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
 
 check: setup  ## lint, types, import rules, migrations
 	$(BIN)/ruff check src tests examples benchmarks

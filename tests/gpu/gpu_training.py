@@ -1,7 +1,7 @@
 """A training on the run's device that may be stopped in any step, of one of three kinds.
 
 ``eager`` and ``scaler`` (half precision with a GradScaler that skips updates) also train where there is no GPU;
-``graph`` replays a whole update from a CUDA graph. ``STOP`` is JSON ``{"step", "signal"}``: sent in the middle of that step.
+``graph`` replays a whole update from a CUDA graph. ``STOP`` is JSON ``{"step", "signal"}``, sent in that step.
 """
 
 import json
