@@ -1,6 +1,5 @@
 """Loops, boundaries and state of a run, in one process."""
 
-import itertools
 import os
 import shutil
 import signal
@@ -70,6 +69,8 @@ def attempts(script: Callable[[Run, Counter, int | None], None], *yields: int) -
 
 
 def test_batches_continue_over_epochs_and_states_at_epoch_ends() -> None:
+    """C9 and C10: a stop at the end of an epoch, of any, of the last; and each epoch has an order of its own."""
+
     def script(run: Run, counter: Counter, stop: int | None) -> None:
         for batch in run.batches(loader(shuffle=True), epochs=3):
             counter.seen += batch.tolist()
@@ -280,31 +281,40 @@ def test_what_is_missing_on_either_side_is_said(capsys: pytest.CaptureFixture[st
     assert "'new' is not in step-0" in said and "'old' is in step-0" in said
 
 
-def test_a_changed_dataset_is_refused() -> None:
-    """C13."""
-    with trainer.run(every=None) as run:
-        run.track(c=Counter())
-        for _ in itertools.islice(run.batches(loader(20)), 2):
-            pass
-    with pytest.raises(DatasetChangedError), trainer.run(every=None) as run:
-        for _ in run.batches(loader(24), name="batches.again"):
-            pass
+@pytest.mark.parametrize(
+    "other", [[*range(24)], [99, *range(1, 20)], [*range(19), 99]], ids=["length", "first", "last"]
+)
+def test_a_changed_dataset_is_refused_before_an_update(other: list[int]) -> None:
+    """C13: its length, or its content at the same length."""
+    num_updates = 0
+    for data, expected in (([*range(20)], trainer.Yielded), (other, DatasetChangedError), ([*range(20)], None)):
+        with pytest.raises(expected) if expected else nullcontext(), trainer.run(every=None) as run:
+            run.track(c=Counter())
+            for _ in run.batches(trainer.DataLoader(data, batch_size=4)):
+                num_updates += 1
+                leave_at(run, 2 if expected else -1)
+        assert num_updates == (2 if expected else 5)
 
 
-def test_an_iterator_made_before_tracking_continues_too() -> None:
+def test_iterators_made_before_tracking_and_before_the_state_is_loaded_continue_too() -> None:
     """C11."""
 
     def script(run: Run, counter: Counter, stop: int | None) -> None:
-        data = loader()
-        early = iter(data)
-        batches = run.batches(data)
+        data = loader(shuffle=True)
+        early, batches = iter(data), run.batches(data)
         run.track(late={})
         for batch in batches:
+            if early is not None:
+                assert next(early).tolist() == batch.tolist(), "it is where the loop is, not where it was made"
+                early = None
             counter.seen += batch.tolist()
             leave_at(run, stop or -1)
-        assert early is not None
 
-    assert attempts(script, 2)[0].seen == list(range(20))
+    whole = attempts(script)[0].seen
+    assert sorted(whole) == list(range(20)) != whole
+    Path("again").mkdir()
+    os.chdir("again")
+    assert attempts(script, 2)[0].seen == whole
 
 
 def test_loops_refuse_what_they_cannot_do() -> None:
