@@ -66,6 +66,7 @@ def save(client: WriterClient, memory: Memory, number: int) -> Ticket:
 def test_killed_at_any_stage_it_is_redone(
     place: LocalPlace, memory: Memory, tmp_path: Path, point: str, number: int
 ) -> None:
+    """C6."""
     mark = tmp_path / "mark"
     with client_of(place, tmp_path, arguments=strikes(point, number, "kill", mark)) as client:
         first = client.pid
@@ -85,6 +86,7 @@ def test_killed_at_any_stage_it_is_redone(
 def test_stopped_at_any_stage_it_is_replaced(
     place: LocalPlace, memory: Memory, tmp_path: Path, point: str, number: int
 ) -> None:
+    """C6."""
     mark = tmp_path / "mark"
     arguments = strikes(point, number, "stop", mark)
     with client_of(place, tmp_path, arguments=arguments, stall_seconds=3.0) as client:

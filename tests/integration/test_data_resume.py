@@ -96,6 +96,7 @@ def test_any_stop_at_any_size_continues_exactly(
 @pytest.mark.parametrize("kind", ["shuffled", "sampler", "weighted"])
 @pytest.mark.parametrize("micro", [2, None])
 def test_one_two_one_three_ranks_with_workers(kind: str, micro: int | None) -> None:
+    """C12, by its loaders."""
     options: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": micro}
     segments = [Segment(1, 3, 2), Segment(2, 4, 0), Segment(1, 1, 1), Segment(3, 7, 1), Segment(1, 5, 0)]
     state, rows = None, []
