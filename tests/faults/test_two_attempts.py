@@ -80,10 +80,10 @@ class Attempt:
             self.after_the_claim.append(step)
 
     def go_on(self, first: int, claimed: threading.Event) -> None:
-        """Saves until it is refused."""
+        """Saves until it is refused, or should have been for long."""
         for step in itertools.count(first):
             self.save(step, claimed)
-            if self.refused is not None:
+            if self.refused is not None or len(self.after_the_claim) > SAVES_OF_THE_HEIR:
                 return
 
 
