@@ -79,6 +79,7 @@ def test_killed_while_it_uploads_it_is_redone(store: Store, memory: Memory, tmp_
         ticket = save(client, memory, 1)
         assert ticket.committed and ticket.num_tries == 2, ticket.error
         assert first is not None and is_gone(first), "no zombie"
+        assert_clean(place, tmp_path / "staging", 1)
         assert save(client, memory, 2).committed
     assert_clean(place, tmp_path / "staging", 1, 2)
 

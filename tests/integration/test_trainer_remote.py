@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from overnight.trainer.data.record import audit
 SCRIPT = Path(__file__).with_name("trainer_exact.py")
 NUMBERS = itertools.count()
 NUM_UPDATES, GLOBAL_BATCH = 18, 8
+DRIVER_TRIES = 6
+"""The driver itself asks at most so often; whoever gives up then has no patience of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -91,25 +94,21 @@ class Weather:
         sent: A file that says that all ranks have begun to send the first save.
         sending: A file that says that a rank is in the middle of an upload of the second.
         killed: To be set when that upload need not be kept waiting any longer.
-        num_failures: Requests that were refused.
     """
 
     def __init__(self, training: Training, folder: Path) -> None:
         self._training = training
-        self._seen: set[str] = set()
+        self._num_tries: Counter[str] = Counter()
         self.sent, self.sending = folder / "sent", folder / "sending"
         self.killed = threading.Event()
-        self.num_failures = 0
 
     def __call__(self, method: str, path: str) -> bool:
         folder, _, file = path.rpartition("/")
         if method == "PUT" and folder.endswith("/step-4.attempt-1.1"):
-            self._seen.add(file)
-            if {f"state-{rank}.json" for rank in range(self._training.ranks)} <= self._seen:
+            self._num_tries[file] += 1
+            if {f"state-{rank}.json" for rank in range(self._training.ranks)} <= self._num_tries.keys():
                 self.sent.touch()
-            if is_away := self._training.step() < 8:
-                self.num_failures += 1
-            return is_away
+            return self._num_tries[file] <= DRIVER_TRIES or self._training.step() < 8
         if method == "PUT" and folder.endswith("/step-8.attempt-1.1"):
             self.sending.touch()
             self.killed.wait(LIMIT_SECONDS)
@@ -135,7 +134,7 @@ def test_a_store_that_fails_and_a_kill_in_an_upload_change_no_bit(
     codes = training.run(DISTURB=weather.kill(victim), **env)
     weather.killed.set()
     assert codes[victim] == -signal.SIGKILL and 0 not in codes, training.log[-3000:]
-    assert weather.num_failures > 0 and training.step() >= 13, "training went on while the store was away"
+    assert training.step() >= 13, "training went on while the store was away"
     assert [str(name) for name in place.checkpoints()] == ["step-4.attempt-1.1"]
     assert f"step-8.attempt-1.1.rank-{victim}" in training.staged
 
