@@ -102,13 +102,13 @@ WHOLE: dict[str, Callable[[Home], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("source", WHOLE)
-def test_everything_and_no_second_time_behind_a_kill(home: Home, source: str) -> None:
+def test_everything(home: Home, source: str) -> None:
     if source == "file":
         assert home.run("donor-1", seed=1, lr=0.01) == [0] * home.ranks, home.log()  # over at once: writes its file
         (home.root / "whole.pt").rename(home.root / "donor.pt")
     step = 4 if source == "trial" else NUM_STEPS
     warm = WHOLE[source](home)
-    calm, killed = f"calm-{source}", f"killed-{source}"
+    calm = f"calm-{source}"
     assert home.run(calm, seed=2, lr=0.05, warm=warm) == [0] * home.ranks, home.log()
     require_begins_anew(home, calm)
     names = ["model", "optimizer", "state"] if source == "trial" else ["model", "optimizer"]
@@ -118,6 +118,10 @@ def test_everything_and_no_second_time_behind_a_kill(home: Home, source: str) ->
         assert (said[0]["model"], said[0]["moments"]) == (at(donor, step)["model"], at(donor, step)["moments"])
         assert said[0]["state"] == ({"last": 4} if source == "trial" else {})
 
+
+def test_no_second_time_behind_a_kill(home: Home) -> None:
+    calm, killed, warm = "undisturbed", "killed", WHOLE["trial"](home)
+    assert home.run(calm, seed=2, lr=0.05, warm=warm) == [0] * home.ranks, home.log()
     assert home.run(killed, seed=2, lr=0.05, warm=warm, kill_at=4)[-1] == KILLED
     assert home.run(killed, seed=2, lr=0.05, warm=warm) == [0] * home.ranks, home.log()
     for said, undisturbed in zip(home.says(killed), home.says(calm), strict=True):
