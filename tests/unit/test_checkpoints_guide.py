@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from checkpoint_lab import lay
 from trainer_ranks import Lab, shared_lab
 
+from overnight import trainer
 from overnight.cli import app
 from overnight.core.settings import build_settings
 from overnight.core.specfile import parse
@@ -20,7 +22,7 @@ from overnight.trainer.checkpoint.tracked import state_of
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "checkpoints.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
-HANDLE, WRAPPED, WARM, EVERY, KEEP = [text for language, text in BLOCKS if language == "python"]
+HANDLE, WRAPPED, WARM, EVERY, KEEP, READ = [text for language, text in BLOCKS if language == "python"]
 (COMMANDS,) = [text.splitlines() for language, text in BLOCKS if language == "sh"]
 
 SETUP = """
@@ -75,7 +77,7 @@ def run(lab: Lab, folder: Path, body: str, *, ranks: int = 1, env: dict[str, str
 
 
 def test_every_block_is_run() -> None:
-    assert [language for language, _ in BLOCKS] == ["python"] * 5 + ["yaml", "toml", "sh"]
+    assert [language for language, _ in BLOCKS] == ["python"] * 5 + ["yaml", "toml", "sh", "python"]
 
 
 def test_a_handle(lab: Lab, tmp_path: Path) -> None:
@@ -119,6 +121,15 @@ with trainer.run() as run:
 """
     said = run(lab, home, body, env={"OVERNIGHT_TRIAL_DIR": str(home / "trials" / "mine")})
     assert f"0 {{{value}}} {lr}\n" in said
+
+
+def test_reading_with_torch(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home / "trials" / "id-7")
+    names: dict[str, Any] = {"trainer": trainer, "net": learned(0.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that there is one process only
+        exec(READ, names)  # the guide's own words
+    assert all((tensor == 3.0).all() for tensor in names["net"].state_dict().values())
 
 
 def test_quotas() -> None:
