@@ -13,7 +13,7 @@ from trainer_ranks import Lab, shared_lab
 SCRIPT = Path(__file__).with_name("trainer_kinds.py")
 KINDS = [
     "AdamW fused", "AdamW tensor lr", "LBFGS", "Rprop", "own kind", "own step", "bfloat16", "scaler", "in backward",
-    "two optimizers", "sparse",
+    "two optimizers", "sparse", "compiled",
 ]  # fmt: skip
 
 

@@ -220,6 +220,22 @@ class Sparse(Rivals):
         self.optimizer.zero_grad()
 
 
+class Compiled(Training):
+    """Forward, backward and the optimizer's step are compiled; the same graphs with any compiler behind them."""
+
+    def __init__(self) -> None:
+        super().__init__("AdamW tensor lr")
+        self._loss = torch.compile(super().loss, backend="aot_eager")
+        self._step = torch.compile(self.optimizer.step, backend="aot_eager")
+
+    def step(self) -> None:
+        for _ in range(2):
+            (self._loss(torch.randn(6, SIZE, generator=self.noise)) / 2).backward()
+        self._step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
 def trainings() -> dict[str, Callable[[], Any]]:
     """Every training by name."""
     made: dict[str, Callable[[], Any]] = {name: lambda name=name: Training(name) for name in OPTIMIZERS}
@@ -229,4 +245,5 @@ def trainings() -> dict[str, Callable[[], Any]]:
         "in backward": InBackward,
         "two optimizers": lambda: Rivals(0),
         "sparse": lambda: Sparse(0),
+        "compiled": Compiled,
     }
