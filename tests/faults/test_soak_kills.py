@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from soak_lab import Soak
+from soak_plan import KINDS
 from soak_processes import Warm
 
 NUM_KILLS = int(os.environ.get("SOAK_KILLS", "1000"))
@@ -21,12 +22,16 @@ def warm() -> Iterator[Warm]:
 @pytest.fixture(scope="module")
 def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
     """Its undisturbed trainings serve all tests of this file."""
-    return Soak(tmp_path_factory.mktemp("soak"), int(os.environ.get("SOAK_SEED", "20")), kills_per_round=6)
+    return Soak(tmp_path_factory.mktemp("soak"), int(os.environ.get("SOAK_SEED", "20")), kills_per_round=5)
 
 
 def test_thirty_kills_of_one_and_two_ranks_change_nothing(warm: Warm, soak: Soak) -> None:
     print(soak.run(warm, 30).text())
     assert soak.summary.kills >= 30
+    counts = soak.summary.counts
+    assert all(counts[f"{kind} on {ranks}"] for kind in KINDS for ranks in (1, 2))
+    assert counts["loader workers killed"] and counts["yields"]
+    assert any(name.startswith("zombie") and number for name, number in counts.items())
     assert not soak.summary.failures, soak.summary.text()
 
 

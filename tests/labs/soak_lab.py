@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_outcome import Outcome, differences, read_outcome
-from soak_plan import KINDS, Config, draw_config
+from soak_plan import KINDS, Config, draw_config, opening
 from soak_processes import Warm
 from soak_round import Round
 
@@ -83,9 +83,10 @@ class Soak:
             self.summary = Summary(**json.loads(self._state.read_text()))
 
     def run(self, warm: Warm, num_kills: int, tell: Callable[[str], None] = lambda line: None) -> Summary:
-        """Runs rounds until there were ``num_kills`` SIGKILLs in all."""
-        while self.summary.kills < num_kills:
-            self.run_round(warm, self.summary.rounds, num_kills - self.summary.kills)
+        """Runs rounds until there were ``num_kills`` SIGKILLs in all, and each kind at each number of ranks."""
+        while self.summary.kills < num_kills or self.summary.rounds < len(KINDS) * len(self._ranks):
+            left = num_kills - self.summary.kills
+            self.run_round(warm, self.summary.rounds, left if left > 0 else self._kills_per_round)
             tell(self.summary.text().splitlines()[0])
         return self.summary
 
@@ -100,13 +101,14 @@ class Soak:
         """
         began = time.monotonic()
         dice = random.Random(f"{self.summary.seed}/{number}")
-        config = draw_config(dice, self._ranks, elastic=max(self._ranks) > 2)
-        config = dataclasses.replace(config, kind=KINDS[number % len(KINDS)])
+        config = draw_config(dice, number, self._ranks, elastic=max(self._ranks) > 2)
         reference = self._reference(warm, config)
         folder = self._folder / f"round-{self.summary.seed}-{number}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        one = Round(warm, config, folder, dice, min(self._kills_per_round, most_kills), sabotage)
+        most = min(self._kills_per_round, most_kills)
+        one = Round(warm, config, folder, dice, most, sabotage, opening(number, config))
+        one.counts[f"{config.kind} on {'any' if config.elastic else config.ranks}"] += 1
         one.run()
         problems = one.problems or differences(read_outcome(one.folder, one.heard, config.ranks), reference, config)
         self.summary.add(one, problems, str(folder))

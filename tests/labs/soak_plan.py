@@ -32,10 +32,10 @@ class Disturbance:
     """What is done, and when.
 
     Attributes:
-        what: ``rank`` ``helper`` ``any`` ``two`` ``all`` (SIGKILL of a rank, of a process below one, such as a writer
-            or a loader's worker, of any of these, of two at once, of all), ``yield`` (SIGTERM to a rank), ``stop``
-            (SIGSTOP of any process, SIGCONT ``pause_seconds`` later), ``zombie`` (all are stopped, the next start
-            begins, and then they go on).
+        what: ``rank`` ``helper`` ``worker`` ``any`` ``two`` ``all`` (SIGKILL of a rank, of a process below one, such as
+            a writer or a loader's worker, of such a worker, of any of these, of two at once, of all), ``yield``
+            (SIGTERM to a rank), ``stop`` (SIGSTOP of any process, SIGCONT ``pause_seconds`` later), ``zombie`` (all
+            are stopped, the next start begins, and then they go on).
         when: ``start`` (seconds after it), ``update`` (after so many), ``save`` (the so-many-th save begins),
             ``commit`` (the so-many-th is published).
         amount: Of ``when``.
@@ -52,18 +52,25 @@ class Disturbance:
     lets_peers_end: bool
 
 
-def draw_config(dice: random.Random, ranks: tuple[int, ...], *, elastic: bool = False) -> Config:
-    """A training."""
-    kind = dice.choice(KINDS)
+def draw_config(dice: random.Random, number: int, ranks: tuple[int, ...], *, elastic: bool = False) -> Config:
+    """A training; the rounds take each kind at each number of ranks in turn, and the first pictures have workers."""
+    kind = KINDS[number % len(KINDS)]
+    workers = 2 if number == KINDS.index("cnn") else dice.choice([0, 0, 2])
     return Config(
         kind=kind,
-        ranks=dice.choice(ranks),
+        ranks=ranks[number // len(KINDS) % len(ranks)],
         every=dice.choice(["2", "3", "4", "7", "0.05s", "epoch"]),
         keep=dice.choice([1, 2, 3]),
         save_every=dice.choice([2, 5, 9]),
-        workers=dice.choice([0, 0, 2]) if kind == "cnn" else 0,
+        workers=workers if kind == "cnn" else 0,
         elastic=elastic and dice.random() < 0.15,
     )
+
+
+def opening(number: int, config: Config) -> tuple[Disturbance, ...]:
+    """What comes before anything that the dice say, so that even a short soak has had it."""
+    what = "worker" if config.workers else {0: "yield", 2: "zombie"}.get(number)
+    return (Disturbance(what, "update", 8.0, 0.0, 0.1, lets_peers_end=True),) if what else ()
 
 
 def draw_disturbance(dice: random.Random) -> Disturbance:

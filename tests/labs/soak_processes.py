@@ -74,6 +74,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def command_of(pid: int) -> bytes:
+    """The command line of a process; a forked one has its parent's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs or is stopped; a zombie has ended."""
     try:

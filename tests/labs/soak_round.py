@@ -10,13 +10,13 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from soak_plan import Config, Disturbance, draw_disturbance
-from soak_processes import Warm, descendants, send
+from soak_processes import Warm, command_of, descendants, send
 from trainer_supervisor import Supervisor
 
 from overnight.trainer.checkpoint.fence import read_fences
@@ -101,11 +101,20 @@ class Round:
         dice: Decides all that is random.
         num_kills: After so many SIGKILLs it is left alone.
         sabotage: What the script forgets on purpose.
+        opening: Disturbances that come first.
     """
 
     def __init__(
-        self, warm: Warm, config: Config, folder: Path, dice: random.Random, num_kills: int, sabotage: str = ""
+        self,
+        warm: Warm,
+        config: Config,
+        folder: Path,
+        dice: random.Random,
+        num_kills: int,
+        sabotage: str = "",
+        opening: Sequence[Disturbance] = (),
     ) -> None:
+        self._opening = list(opening)
         self._sabotage = sabotage
         self._warm, self._config, self._dice = warm, config, dice
         self.folder = folder
@@ -188,7 +197,7 @@ class Round:
             if self.counts["kills"] >= self._num_kills:
                 self._wait(start, lambda: False)
                 return
-            disturbance = draw_disturbance(self._dice)
+            disturbance = self._opening.pop(0) if self._opening else draw_disturbance(self._dice)
             if self._wait_for_moment(start, disturbance):
                 self._disturb(start, disturbance)
                 if disturbance.what == "zombie":
@@ -260,11 +269,13 @@ class Round:
         if not ranks:
             return
         start.disturbed = True
-        if what in ("rank", "helper", "any", "two", "all"):
+        if what in ("rank", "helper", "worker", "any", "two", "all"):
             helpers = [pid for pid in group if pid not in ranks]
+            workers = [pid for pid in helpers if command_of(pid) == command_of(ranks[0])]  # forked, not executed
             victims = {
                 "rank": lambda: [self._dice.choice(ranks)],
                 "helper": lambda: [self._dice.choice(helpers or group)],
+                "worker": lambda: [self._dice.choice(workers or helpers or group)],
                 "any": lambda: [self._dice.choice(group)],
                 "two": lambda: self._dice.sample(group, min(2, len(group))),
                 "all": lambda: group,
@@ -272,6 +283,7 @@ class Round:
             start.lets_peers_end &= disturbance.lets_peers_end
             hit = sum([send(pid, signal.SIGKILL) for pid in victims])
             self.counts["kills"] += hit
+            self.counts["loader workers killed"] += len(set(victims) & set(workers))
         elif what == "yield":
             hit = send(self._dice.choice(ranks), signal.SIGTERM)
         elif what == "stop":
