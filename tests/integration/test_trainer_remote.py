@@ -108,7 +108,7 @@ class Weather:
             self._num_tries[file] += 1
             if {f"state-{rank}.json" for rank in range(self._training.ranks)} <= self._num_tries.keys():
                 self.sent.touch()
-            return self._num_tries[file] <= DRIVER_TRIES or self._training.step() < 8
+            return self._training.step() < 8 or self._num_tries["state-0.json"] <= DRIVER_TRIES
         if method == "PUT" and folder.endswith("/step-8.attempt-1.1"):
             self.sending.touch()
             self.killed.wait(LIMIT_SECONDS)
