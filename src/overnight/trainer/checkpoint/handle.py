@@ -117,13 +117,14 @@ class SaveHandle:
             Where the checkpoint is.
 
         Raises:
-            BadInputError: It has not begun, or has to begin again: inside the body of a loop, a save begins at the next boundary.
+            BadInputError: It has not begun, or has to begin again: inside the body of a loop, a save begins at the
+                next boundary.
             TimeoutError: Not yet.
             SaveFailedError, FencedError: It was not saved. The run does not raise that again.
         """
         if self._saving is None and self._was_discarded:
             raise BadInputError(
-                "this save was discarded, as its state was changed while it was copied; the next boundary takes it again",
+                "this save was discarded: its state was changed while it was copied; the next boundary takes it again",
                 hint="Call result() in a later round of the loop.",
             )
         if self._saving is None:
