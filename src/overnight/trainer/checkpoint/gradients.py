@@ -31,13 +31,13 @@ def pending_gradients(tracked: Mapping[str, Any], stepped: Collection[int]) -> G
         SaveFailedError: There are some that cannot be saved.
     """
     found: Gradients = {}
-    unreduced = Unreduced(tracked.values())
-    for name, optimizer in _optimizers(tracked):
-        if id(optimizer) not in stepped:
-            grads = {key: param.grad for key, param in _params(optimizer)}
-            grads |= {f"{key}{_UNREDUCED}": unreduced.of(param) for key, param in _params(optimizer)}
-            if present := {key: grad for key, grad in grads.items() if grad is not None}:
-                found[name] = present
+    waiting = [(name, optimizer) for name, optimizer in _optimizers(tracked) if id(optimizer) not in stepped]
+    unreduced = Unreduced(tracked.values() if waiting else ())  # which looks at each module
+    for name, optimizer in waiting:
+        grads = {key: param.grad for key, param in _params(optimizer)}
+        grads |= {f"{key}{_UNREDUCED}": unreduced.of(param) for key, param in _params(optimizer)}
+        if present := {key: grad for key, grad in grads.items() if grad is not None}:
+            found[name] = present
     return found
 
 

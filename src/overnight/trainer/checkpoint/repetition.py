@@ -240,7 +240,8 @@ class _Form:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         of = torch.Tensor
         self._shapes = _interned([tensor.shape for tensor in tensors])
-        self._strides = _interned(list(map(of.stride, tensors)))
+        self._contiguous = list(map(of.is_contiguous, tensors))
+        self._strides = [tensor.stride() for tensor in self._scattered(tensors)]
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._negated = list(map(of.is_neg, tensors))
         self._conjugated = list(map(of.is_conj, tensors))
@@ -252,13 +253,18 @@ class _Form:
         try:
             return (
                 all(map(eq, map(of.size, tensors), self._shapes))
-                and all(map(eq, map(of.stride, tensors), self._strides))
+                and list(map(of.is_contiguous, tensors)) == self._contiguous
+                and [tensor.stride() for tensor in self._scattered(tensors)] == self._strides
                 and [tensor.dtype for tensor in tensors] == self._dtypes
                 and list(map(of.is_neg, tensors)) == self._negated
                 and (not self._is_complex or list(map(of.is_conj, tensors)) == self._conjugated)
             )
         except _UNUSUAL:
             return False
+
+    def _scattered(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those whose memory is not their content in order: only of these the strides matter."""
+        return [tensor for tensor, contiguous in zip(tensors, self._contiguous, strict=True) if not contiguous]
 
 
 def _interned(values: list[_T]) -> list[_T]:

@@ -14,6 +14,7 @@ import torch
 
 from overnight.core.errors import CheckpointError
 from overnight.trainer import generators
+from overnight.trainer.checkpoint.modules import state_dict_of
 from overnight.trainer.checkpoint.sharding import Fit, Layout, is_sharded, placed
 
 _COMPILED = "_orig_mod."
@@ -78,7 +79,7 @@ def state_of(obj: Any) -> Any:
 
 
 def _module_state(module: torch.nn.Module) -> Any:
-    state = module.state_dict()
+    state = state_dict_of(module)
     if not any([_COMPILED in key for key in state]):
         return state
     prefixes = {key: _uncompiled(key) for key in getattr(state, "_metadata", ())}
