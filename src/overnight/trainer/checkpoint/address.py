@@ -6,8 +6,9 @@ What is no secret stays as it was typed, letter by letter, so that an address wi
 import re
 
 _USER = re.compile(r"(?<=://)([^/@:]*):([^/]*)@")
-_TORN_USER = re.compile(r"(?<=://)([^/@:]*):(?!\d*(?:[/?#]|$))(.*)@")
-"""A password with a slash in it, which no driver takes, but which would stand in the message that says so."""
+_TORN_USER = re.compile(r"(?<=://)([^/@:]*):(?!\d+(?:[/?#]|$))(.*)@")
+"""A password with a slash in it, which no driver takes, but which would stand in the message that says so. One that is
+a number up to a slash is not told from a port."""
 
 _FIELD = re.compile(r"(?<=[?&;])([^=&;#]*)=([^&;#]+)")
 _SECRET_NAME = re.compile(r"pass|pwd|secret|key|token|cred|sig|sas|auth", re.IGNORECASE)
