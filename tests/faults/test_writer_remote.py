@@ -133,7 +133,7 @@ def test_what_is_altered_on_its_way_is_sent_again(store: Store, memory: Memory, 
 
 def test_what_never_arrives_whole_is_never_published(store: Store, memory: Memory, tmp_path: Path) -> None:
     place = new_place(store)
-    with client_of(place, tmp_path, retry_seconds=0.3) as client:
+    with client_of(place, tmp_path, retry_seconds=1.5) as client:
         assert save(client, memory, 1).committed
         for number, file in enumerate(FILES, 2):
             store.tampering = partial(is_put, file)

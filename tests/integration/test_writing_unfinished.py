@@ -159,6 +159,7 @@ def test_the_next_start_removes_what_a_killed_one_had_uploaded(
         store.failing = hold
         ticket = client.submit(order(1, 1, memory), memory)
         assert wait_for(reached.is_set, "the writer is in the middle of its save")
+        assert wait_for(place.unfinished, "another file, which is sent at the same time, has arrived")
         assert client.pid is not None and not ticket.done
         os.kill(client.pid, signal.SIGKILL)
     store.failing = lambda method, path: False
