@@ -1,6 +1,31 @@
 """What holds for all tests: an example takes as long as a busy machine needs; pytest's own time limit is the judge."""
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from store_lab import Store
 
 settings.register_profile("overnight", deadline=None)
 settings.load_profile("overnight")
+
+
+@pytest.fixture(scope="module")
+def store_server() -> "Iterator[Store]":
+    """An S3 server of this process; imported only where it is wanted."""
+    from store_lab import running_store
+
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(store_server: "Store", monkeypatch: pytest.MonkeyPatch) -> "Iterator[Store]":
+    """A store for one test: nothing fails, and its credentials are in the environment."""
+    from store_lab import lent
+
+    with lent(store_server, monkeypatch.setenv) as store:
+        yield store

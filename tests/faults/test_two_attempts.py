@@ -8,15 +8,13 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from store_lab import Store, lent, running_store
+from store_lab import Store
 from waiting import wait_for
 from writing_lab import Memory, client_of, committed, finish, name_of, order, state_of, strikes
 
@@ -31,18 +29,6 @@ from overnight.trainer.checkpoint.writing.client import WriterClient
 ELDER, HEIR = Token(2), Token(3)
 SAVES_OF_THE_HEIR = 4
 NUMBERS = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    with lent(server, monkeypatch.setenv) as store:
-        yield store
 
 
 def content(token: Token, step: int) -> bytes:

@@ -5,13 +5,12 @@ The rank lives on all the while. A save is published whole or not at all, the ne
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from store_lab import Store, lent, running_store
+from store_lab import Store
 from waiting import wait_for
 from writing_lab import Memory, client_of, committed, finish, is_gone, name_of, order, small_disk, strikes
 
@@ -29,18 +28,6 @@ KILLS = [
 ]
 STOPS = ["writing.upload:_deliver", "writing.destination:RemoteDestination.publish"]
 FILES = ["__0_0.distcp", "state-0.json", "index.json", "manifest.json"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    with lent(server, monkeypatch.setenv) as store:
-        yield store
 
 
 def new_place(store: Store) -> RemotePlace:

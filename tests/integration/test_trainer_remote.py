@@ -10,14 +10,13 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec.config
 import pytest
 import torch
-from store_lab import Store, lent, running_store
+from store_lab import Store
 from trainer_ranks import Lab, shared_lab
 from waiting import LIMIT_SECONDS, wait_for
 
@@ -32,18 +31,6 @@ NUMBERS = itertools.count()
 NUM_UPDATES, GLOBAL_BATCH = 18, 8
 DRIVER_TRIES = 6
 """The driver itself asks at most so often; whoever gives up then has no patience of their own."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    with lent(server, monkeypatch.setenv) as store:
-        yield store
 
 
 @pytest.fixture

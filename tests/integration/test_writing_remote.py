@@ -1,12 +1,11 @@
 """Checkpoints in a real object store: verified there, published by their manifest, through failures of the store."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from store_lab import Store, lent, running_store
+from store_lab import Store
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from writing_lab import Memory, client_of, committed, finish, name_of, order, raw
 
@@ -20,18 +19,6 @@ from overnight.trainer.checkpoint.writing.upload import ArrivedDamagedError
 from overnight.trainer.checkpoint.writing.upload import verify as verify_upload
 
 NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    with lent(server, monkeypatch.setenv) as store:
-        yield store
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from store_lab import Store, lent, running_store
+from store_lab import Store
 from waiting import wait_for
 from writing_lab import Memory, client_of, committed, finish, name_of, order
 
@@ -24,18 +23,6 @@ from overnight.trainer.checkpoint.writing.destination import make_destination
 
 BASE = "base-" + "0f" * 16
 NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    with lent(server, monkeypatch.setenv) as store:
-        yield store
 
 
 @pytest.fixture

@@ -47,8 +47,10 @@ def stop_writer() -> int:
     return pid
 
 
-def die_with_a_part_missing(run: trainer.Run) -> None:
+def die_with_a_part_missing(run: trainer.Run, stopped: int | None) -> None:
     if run.rank == VICTIM:
+        assert stopped is not None
+        os.kill(stopped, signal.SIGKILL)  # stopped as it began, it may not have asked yet to die with its rank
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -80,7 +82,8 @@ def main() -> None:
                         run.save()
                         stopped = stop_writer() if run.rank == VICTIM else None
                     if step == 3:
-                        die_with_a_part_missing(run) if CASE == "torn" else die_with_the_part_told(run, stopped)
+                        die = die_with_a_part_missing if CASE == "torn" else die_with_the_part_told
+                        die(run, stopped)
             except RuntimeError:
                 failed_at = time.monotonic()
                 raise

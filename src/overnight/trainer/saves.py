@@ -69,7 +69,6 @@ class Saves:
         self._num_waits = 0
         self._began = False
         self._began_unseen = False
-        self._begun: list[Saving] = []
         self._announced: CheckpointName | None = None
         self._announcing = threading.Lock()
         self._pipeline.on_commit = self._announce
@@ -144,7 +143,6 @@ class Saves:
         self._wanted, self._num_waits = None, 0
         saving = self._saver.save(self._moment(kind))
         self._began = True
-        self._begun = [*(one for one in self._begun if not one.done), saving]
         self._policy.saved(time.monotonic() - started)
         return saving
 
@@ -226,7 +224,7 @@ class Saves:
 
     def waited_for(self) -> CheckpointName | None:
         """The save whose commit comes next, None if none is under way."""
-        return next((saving.name for saving in self._begun if not saving.done), None)
+        return self._pipeline.waited_for
 
     def close(self, seconds: float, prospect: Prospect) -> OvernightError | None:
         """Gives saves that are under way so much time, and ends.

@@ -105,6 +105,11 @@ class Pipeline:
         """Whether any save is under way."""
         return bool(self._under_way)
 
+    @property
+    def waited_for(self) -> CheckpointName | None:
+        """The save whose commit comes next, None if none is under way; any thread may ask."""
+        return next((saving.name for saving in list(self._under_way) if not saving.done), None)
+
     def uri(self, name: CheckpointName) -> str:
         """Where a checkpoint is."""
         return f"{self._place}/{name}"
