@@ -14,13 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
-from operator import eq
-from typing import Any, NamedTuple, TypeVar
+from operator import is_
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from overnight.trainer.checkpoint.forms import UNUSUAL, Form
 from overnight.trainer.checkpoint.state import (
     PLAIN,
     Encoded,
@@ -32,12 +33,8 @@ from overnight.trainer.checkpoint.state import (
     to_text,
 )
 
-_T = TypeVar("_T")
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _SCALARS = PLAIN | {bytes}
-_UNUSUAL = (RuntimeError, NotImplementedError)
-"""What tensors raise that have no address, shape or strides: sparse and nested ones, and others."""
-
 _KEYS = frozenset((str, int, bool, type(None)))
 _values_of = dict[Any, Any].values
 
@@ -70,7 +67,7 @@ class Encoder:
         objects = walk.encode_all(states)
         flat = _flatten(states)
         if flat is not None and len(walk.seen) == len(flat.tensors):  # quantized ones are no leaves
-            with suppress(*_UNUSUAL):
+            with suppress(*UNUSUAL):
                 self._kept = _Kept(flat, walk, objects)
         return Encoded(objects, walk.leaves, self._kept)
 
@@ -222,55 +219,9 @@ def _flatten(states: Mapping[str, Any]) -> _Flat | None:
             pairs = zip(addresses, flat.tensors, strict=True)
             addresses = [address or tensor.untyped_storage()._cdata for address, tensor in pairs]
         flat.addresses = np.array(addresses, dtype=np.uint64)
-    except (_OddError, RecursionError, *_UNUSUAL):
+    except (_OddError, RecursionError, *UNUSUAL):
         return None
     return flat
-
-
-class _Form:
-    """What matters of tensors beside their content and address.
-
-    Args:
-        tensors: Any.
-
-    Raises:
-        RuntimeError, NotImplementedError: One has no shape or strides.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        of = torch.Tensor
-        self._shapes = _interned([tensor.shape for tensor in tensors])
-        self._contiguous = list(map(of.is_contiguous, tensors))
-        self._strides = [tensor.stride() for tensor in self._scattered(tensors)]
-        self._dtypes = [tensor.dtype for tensor in tensors]
-        self._negated = list(map(of.is_neg, tensors))
-        self._conjugated = list(map(of.is_conj, tensors))
-        self._is_complex = any(dtype.is_complex for dtype in set(self._dtypes))
-
-    def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether so many other tensors have it; half a microsecond for each."""
-        of = torch.Tensor
-        try:
-            return (
-                all(map(eq, map(of.size, tensors), self._shapes))
-                and list(map(of.is_contiguous, tensors)) == self._contiguous
-                and [tensor.stride() for tensor in self._scattered(tensors)] == self._strides
-                and [tensor.dtype for tensor in tensors] == self._dtypes
-                and list(map(of.is_neg, tensors)) == self._negated
-                and (not self._is_complex or list(map(of.is_conj, tensors)) == self._conjugated)
-            )
-        except _UNUSUAL:
-            return False
-
-    def _scattered(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those whose memory is not their content in order: only of these the strides matter."""
-        return [tensor for tensor, contiguous in zip(tensors, self._contiguous, strict=True) if not contiguous]
-
-
-def _interned(values: list[_T]) -> list[_T]:
-    """Equal ones as the same object: a few are at hand in the processor's cache, and thousands are not."""
-    known: dict[_T, _T] = {}
-    return [known.setdefault(value, value) for value in values]
 
 
 class _Sharing:
@@ -323,7 +274,7 @@ class _Kept:
         self.firsts = walk.firsts
         self._seen = walk.seen
         self._skeleton = flat.skeleton
-        self._form = _Form(flat.tensors)
+        self._form = Form(flat.tensors)
         self._addresses = flat.addresses
         self._sharing = _Sharing(flat.addresses)
         self._on_cpu = [tensor.is_cpu for tensor in flat.tensors]
@@ -389,6 +340,8 @@ class _Kept:
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
     """Whether values have the same JSON; equal ones need not: 1 is True, and 0.0 is -0.0."""
+    if len(one) == len(other) and all(map(is_, one, other)):
+        return True
     if one != other or list(map(type, one)) != list(map(type, other)):
         return False
     return repr(_floats(one)) == repr(_floats(other))
