@@ -3,8 +3,11 @@
 from datetime import timedelta
 from typing import Any
 
+import sqlalchemy as sa
+
 from overnight.core.models.node import SpoolEvent
-from overnight.store import checkpoints
+from overnight.store import checkpoints, events, models
+from overnight.store.events import NewEvent
 from overnight.store.projection import facts
 
 Lab = Any
@@ -89,3 +92,33 @@ def test_a_checkpoint_that_is_made_anew_is_there(lab: Lab) -> None:
     event = {"seq": 2, "kind": "checkpoint", "generation": 1, "at": 1.0, "data": data}
     lab.spool(attempt, SpoolEvent.model_validate(event))
     assert shown(lab, trial_id) == [10]
+
+
+def test_passwords_that_older_versions_have_stored_are_not_shown(lab: Lab) -> None:
+    trial_id = begin(lab, (10, f"{PLACE}/{name(10)}"))
+    attempt = lab.get(trial_id).attempts[0]
+    told = "sftp://me:Hunter2@host/x"
+    error = {"type": "OSError", "message": f"{told} is away", "traceback": f"OSError: {told}", "last_lines": [told]}
+
+    def store_as_they_did(conn: sa.Connection) -> None:
+        conn.execute(sa.update(models.checkpoints).values(uri=f"{told}/{name(10)}"))
+        of_attempt = models.attempts.c.id == attempt.id
+        conn.execute(sa.update(models.attempts).where(of_attempt).values(error=error, cause=f"OSError: {told}"))
+        new = NewEvent("note", "digits", "test", f"for {told}", trial_id, data={"causes": [told]})
+        events.append(conn, lab.now, new)
+
+    lab.store.write(store_as_they_did)
+    trial = lab.get(trial_id)
+    with lab.store.read() as conn:
+        page = events.page(conn, 0, limit=1000)
+        again = checkpoints.compare(conn, trial_id, told, [], lab.now + timedelta(seconds=60))
+    text = trial.model_dump_json() + page.model_dump_json()
+    assert "Hunter2" not in text and text.count("sftp://me:***@host/x") == 7, text
+    assert [one.step for one in again.gone] == [10], "they are still compared with the place"
+
+
+def test_no_password_is_stored(lab: Lab) -> None:
+    trial_id = begin(lab, (10, "sftp://me:Hunter2@host/x"))
+    with lab.store.read() as conn:
+        assert conn.scalars(sa.select(models.checkpoints.c.uri)).all() == ["sftp://me:***@host/x"]
+    assert lab.get(trial_id).checkpoints[0].uri == "sftp://me:***@host/x"

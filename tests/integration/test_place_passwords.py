@@ -1,23 +1,29 @@
 """A store whose URL has a password: everything reaches it, and nothing tells the password."""
 
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_lab import lay
 from sftp_lab import PASSWORD, Sftp, running_sftp
+from store_lab import BUCKET, Store
 from writing_lab import Memory, client_of, finish, order
 
 from overnight.cli import app as cli_app
 from overnight.core.errors import FencedError, OvernightError
+from overnight.platform.node.evidence import make_error
 from overnight.trainer.checkpoint.comparison import compare
 from overnight.trainer.checkpoint.export import export
 from overnight.trainer.checkpoint.fence import claim
 from overnight.trainer.checkpoint.place import LocalPlace, Token, open_place
 from overnight.trainer.checkpoint.reading.finding import ALONE
 from overnight.trainer.checkpoint.reading.inspection import inspect, locate
+from overnight.trainer.checkpoint.retry import Patience
 from overnight.trainer.checkpoint.sweeper import Sweeper
+from overnight.trainer.exits import describe
 from overnight.trainer.warm import WarmStart
 
 
@@ -87,3 +93,39 @@ def test_neither_the_janitor_nor_the_command_line_tells_it(
     Sweeper(answers.append).handle({"op": "dance", "place": url})
     assert "dance" in str(answers)
     assert PASSWORD not in f"{told}{answers}" and "***@127.0.0.1" in told.out and "***@127.0.0.1" in told.err
+
+
+@pytest.fixture
+def endpoint(store: Store, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a store, given by the environment with a key in it, which no driver takes but S3's repeats."""
+    for name in store.credentials:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint := f"{store.url}?token={PASSWORD}-of-the-endpoint")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "key")
+    monkeypatch.setattr(Patience, "call", lambda patience, request: request())  # nobody waits for it to get better
+    return endpoint
+
+
+def test_what_the_driver_says_of_its_endpoint_is_passed_on_without_the_key(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OVERNIGHT_HOME", str(tmp_path / "home"))
+    url, memory = f"s3://{BUCKET}/trial/checkpoints", Memory({"w": torch.ones(10)})
+    with client_of(url, tmp_path, Token(2), retry_seconds=0.0) as client:
+        error = finish(client, client.submit(order(1, 20, memory), memory)).error
+    with pytest.raises(OvernightError) as unread:
+        inspect(url)
+    assert cli_app.run(["checkpoints", "list", url]) != 0
+    answers: list[dict[str, Any]] = []
+    Sweeper(answers.append).handle({"op": "survey", "place": url})
+    told = ["".join(traceback.format_exception(unread.value)), f"{error}", f"{answers}", capfd.readouterr().err]
+    assert all("EndpointResolutionError" in text and "token=***" in text for text in told), told
+    assert not any(PASSWORD in text for text in told)
+
+
+def test_what_a_script_s_own_driver_says_is_reported_without_the_password() -> None:
+    error = describe(ConnectionError(f"no answer from ftp://me:{PASSWORD}@host/x"), 3)
+    again = make_error("ConnectionError", error["message"].replace("***", PASSWORD), f"ftp://me:{PASSWORD}@host")
+    assert error["message"] == again["message"] == "no answer from ftp://me:***@host/x"
+    assert PASSWORD not in f"{error}{again}" and again["traceback"] == "ftp://me:***@host"

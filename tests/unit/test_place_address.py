@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from overnight.core.addresses import shown
 from overnight.core.errors import BadInputError
-from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.place import LocalPlace, open_place
 from overnight.trainer.checkpoint.remote import RemotePlace
 

@@ -36,7 +36,7 @@ class Target:
     @property
     def where(self) -> str:
         """The checkpoint place for messages: without a password."""
-        from overnight.trainer.checkpoint.address import shown
+        from overnight.core.addresses import shown
 
         return shown(self.url)
 
@@ -126,8 +126,8 @@ def find(session: Session, text: str) -> Target:
 
 def _parts(text: str) -> tuple[str, int | None]:
     """What stands before a step, and the step."""
+    from overnight.core.addresses import shown
     from overnight.core.errors import BadInputError
-    from overnight.trainer.checkpoint.address import shown
 
     hint = "Give a trial (digits-7), one step of it (digits-7@2000), or a path or URL."
     bare, at, step = text.rpartition("@")
@@ -139,7 +139,7 @@ def _parts(text: str) -> tuple[str, int | None]:
 
 
 def _located(text: str, url: str, step: int | None) -> Target:
-    from overnight.trainer.checkpoint.address import shown
+    from overnight.core.addresses import shown
     from overnight.trainer.checkpoint.place import CheckpointName
 
     text = shown(text)

@@ -11,6 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from overnight.core.addresses import discreet
 from overnight.core.models.api import Checkpoint
 from overnight.store import models
 from overnight.store.upserts import upsert
@@ -91,6 +92,7 @@ def compare(conn: sa.Connection, trial_id: str, place: str, names: Collection[st
         names: What it holds.
         looked_at: When somebody began to look; what was committed after that may not have been seen.
     """
+    place = discreet(place)  # as the rows have it
     held = {f"{place}/{name}" for name in names}
     alive = of_trial(conn, trial_id)
     ours = [one for one in alive if one.uri.startswith(f"{place}/") and one.committed_at <= looked_at]

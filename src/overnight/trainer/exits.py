@@ -8,6 +8,8 @@ code.
 import traceback
 from typing import Any
 
+from overnight.core.addresses import discreet
+
 MAX_TRACEBACK = 20_000
 MAX_MESSAGE = 4_000
 
@@ -65,6 +67,7 @@ def is_success(error: BaseException | None) -> bool:
 
 
 def describe(error: BaseException, step: int) -> dict[str, Any]:
-    """An error as ``/v1/error`` carries it: type, message and the end of the traceback, each bounded."""
-    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-    return {"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE], "traceback": text, "step": step}
+    """An error as ``/v1/error`` carries it: type, message and the end of the traceback, bounded, without passwords."""
+    message = discreet(str(error))[:MAX_MESSAGE]
+    text = discreet("".join(traceback.format_exception(error)))[-MAX_TRACEBACK:]
+    return {"type": type(error).__name__, "message": message, "traceback": text, "step": step}

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from overnight.core.addresses import shown
 from overnight.core.errors import BadInputError, CheckpointError, CorruptCheckpointError
-from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.export import opened
 from overnight.trainer.checkpoint.reading.finding import Reader, complain, together
 from overnight.trainer.checkpoint.tracked import device_for, fit_of, put_back, state_of, unwrap

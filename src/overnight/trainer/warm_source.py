@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from overnight.core.addresses import shown
 from overnight.core.errors import BadInputError, CorruptCheckpointError, NotFoundError, NoUsableCheckpointError
-from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.manifest import MANIFEST, read_manifest
 from overnight.trainer.checkpoint.place import CheckpointName, Place, open_place
 from overnight.trainer.checkpoint.reading.finding import newest_good

@@ -1,10 +1,11 @@
 """What the HTTP API takes and gives. Times are aware UTC, durations seconds, sizes bytes."""
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+from overnight.core.addresses import discreet, discreet_json
 from overnight.core.enums import (
     DeviceState,
     LeaseState,
@@ -17,6 +18,9 @@ from overnight.core.enums import (
 )
 from overnight.core.models.base import Wire
 from overnight.core.models.spec import Objective, Schedule, SweepConfig, TrialConfig, check_name
+
+Discreet = Annotated[str, AfterValidator(discreet)]
+"""A text in which something foreign may have told a password; older versions have stored some as they came."""
 
 
 class ExperimentIn(Wire):
@@ -93,9 +97,9 @@ class TrialError(Wire):
     """Why a trial failed."""
 
     type: str
-    message: str
-    traceback: str = ""
-    last_lines: tuple[str, ...] = ()
+    message: Discreet
+    traceback: Discreet = ""
+    last_lines: tuple[Discreet, ...] = ()
     step: int | None = None
 
 
@@ -113,7 +117,7 @@ class Attempt(Wire):
     started_at: datetime | None
     ended_at: datetime | None
     outcome: Outcome | None
-    cause: str = ""
+    cause: Discreet = ""
     exit_codes: tuple[int | None, ...] = ()
     error: TrialError | None = None
     dir: str | None = None
@@ -127,7 +131,7 @@ class Checkpoint(Wire):
     attempt: int
     generation: int
     step: int
-    uri: str
+    uri: Discreet
     bytes: int
     committed_at: datetime
 
@@ -226,7 +230,7 @@ class Trial(Wire):
     config_hash: str
     replicate: int
     state: TrialState
-    state_cause: str
+    state_cause: Discreet
     priority: PriorityClass
     rank: int
     value: float | None
@@ -335,8 +339,8 @@ class Event(Wire):
     attempt_id: str | None
     before: str | None
     after: str | None
-    cause: str
-    data: dict[str, Any] = Field(default_factory=dict)
+    cause: Discreet
+    data: Annotated[dict[str, Any], AfterValidator(discreet_json)] = Field(default_factory=dict)
 
 
 class Page(Wire):

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from overnight.core.addresses import discreet
+
 TRACEBACK_BYTES = 16 * 1024
 MESSAGE_BYTES = 4 * 1024
 
@@ -80,11 +82,11 @@ def _more(rest: list[str]) -> list[str]:
 
 
 def make_error(kind: str, message: str, traceback: str = "", step: int | None = None) -> dict[str, Any]:
-    """An ``error`` of the exit event, cut to a bounded size."""
+    """An ``error`` of the exit event, without passwords in URLs, cut to a bounded size."""
     return {
         "type": kind[:250],
-        "message": message[:MESSAGE_BYTES],
-        "traceback": traceback[-TRACEBACK_BYTES:],
+        "message": discreet(message)[:MESSAGE_BYTES],
+        "traceback": discreet(traceback)[-TRACEBACK_BYTES:],
         "step": step,
     }
 

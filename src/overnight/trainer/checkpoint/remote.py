@@ -12,8 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from overnight.core.addresses import shown
 from overnight.core.errors import BadInputError, SetupError
-from overnight.trainer.checkpoint.address import shown
+from overnight.trainer.checkpoint.discretion import Discretion
 from overnight.trainer.checkpoint.multipart import Upload, abort, uploads_below
 from overnight.trainer.checkpoint.place import CheckpointName, Place, is_base, partials
 from overnight.trainer.checkpoint.retry import Patience, is_transient
@@ -42,6 +43,7 @@ class RemotePlace(Place):
         self.url = url.rstrip("/")
         self.files = files
         self._root = root.rstrip("/")
+        self._discretion = Discretion(url, getattr(files, "storage_options", {}))
         self._has_one_connection = not getattr(files, "async_impl", False)
         self._turn = threading.RLock()
 
@@ -52,9 +54,14 @@ class RemotePlace(Place):
         threads ask at once; and once it is lost nobody but us makes another.
 
         Raises:
-            Exception: Whatever the driver raises, once patience is over.
+            Exception: Whatever the driver raises, once patience is over; without passwords.
         """
-        return self.patience.call(partial(self._in_turn, request) if self._has_one_connection else request)
+        try:
+            return self.patience.call(partial(self._in_turn, request) if self._has_one_connection else request)
+        except Exception as error:
+            if (told := self._discretion.about(error)) is error:
+                raise
+        raise told
 
     def _in_turn(self, request: Callable[[], T]) -> T:
         with self._turn:
@@ -224,7 +231,7 @@ class Glance(RemotePlace):
 
     def __init__(self, place: RemotePlace) -> None:
         super().__init__(place.url, place.files, place.full(""), place.patience)
-        self._turn = place._turn
+        self._discretion, self._turn = place._discretion, place._turn
         self._listed: dict[str, Listed] = {}
         self._contents: dict[str, bytes] = {}
         self._pending: list[Upload] | None = None
@@ -292,4 +299,9 @@ def open_remote(url: str) -> RemotePlace:
         what = error if text == url else f"its driver refuses the address ({type(error).__name__})"
         hint = "Its form is scheme://user:password@host:port/folder; special letters are written like %40."
         raise BadInputError(f"checkpoints cannot be written to {text}: {what}", hint=hint) from None
-    return RemotePlace(url, files, root)
+    except Exception as error:  # some drivers connect at once
+        if (told := Discretion(url, fsspec.config.conf).about(error)) is error:
+            raise
+    else:
+        return RemotePlace(url, files, root)
+    raise told

@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from overnight.core.addresses import shown
 from overnight.core.errors import BadInputError, OvernightError
-from overnight.trainer.checkpoint.address import shown
 from overnight.trainer.checkpoint.pins import PinWatch
 from overnight.trainer.checkpoint.place import open_place
 from overnight.trainer.checkpoint.survey import survey
