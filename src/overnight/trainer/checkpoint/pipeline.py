@@ -315,7 +315,7 @@ class Pipeline:
         with self._lock:
             self._closed = True
             self._writer.close()
-        self.poll()
+            self.poll()  # which does not wait for the lock, and would miss what has failed now
         self._stager.close()
         self._follower.close()
 
