@@ -76,13 +76,34 @@ def test_a_place_that_fails_says_nothing_and_one_that_hangs_holds_nobody_up(plac
     with prospect(failing, 1) as it:
         wait_for(lambda: failing.looks > 3)
     assert it.reason == ""
-    answers = threading.Event()
+    answers, asked = threading.Event(), threading.Event()
 
-    def lost() -> list[int]:
-        answers.wait(LIMIT_SECONDS)
-        return [1]
+    class Hanging(LocalPlace):
+        def entries(self, folder: str = "") -> list[str]:
+            asked.set()
+            answers.wait(LIMIT_SECONDS)
+            return []
 
-    with Prospect(place, lost, lambda: NAME) as it:
-        pass
+    with prospect(Hanging(place.root), 1) as it:
+        assert asked.wait(LIMIT_SECONDS)
     assert it.reason == "" and not answers.is_set()
     answers.set()
+
+
+def test_no_peer_is_asked_once_nobody_waits_any_more(place: LocalPlace) -> None:
+    """The process group may be gone by then."""
+    began, may_end, num_asked = threading.Event(), threading.Event(), 0
+
+    def lost() -> list[int]:
+        nonlocal num_asked
+        num_asked += 1
+        began.set()
+        may_end.wait(LIMIT_SECONDS)
+        return []
+
+    threading.Timer(0.05, may_end.set).start()
+    with Prospect(place, lost, lambda: NAME, pause_seconds=0.001) as it:
+        assert began.wait(LIMIT_SECONDS)
+    assert may_end.is_set(), "the one under way was waited for"
+    before = num_asked
+    assert it.look() is None and num_asked == before

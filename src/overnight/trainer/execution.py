@@ -38,6 +38,7 @@ from overnight.trainer.own_state import OwnState, Saved
 from overnight.trainer.owner import Owner
 from overnight.trainer.params import Params
 from overnight.trainer.phases import Ledger, Reached, seconds_since_launch
+from overnight.trainer.prospect import Prospect
 from overnight.trainer.rounds import Rounds
 from overnight.trainer.saves import Saves
 from overnight.trainer.stacks import answer_with_stacks
@@ -171,6 +172,7 @@ class Run:
             self._link,
             moment=self._moment,
             meet=partial(self._telling.gather, Spot.SAVE),
+            prospect=partial(Prospect, self._origin.place, self._agreement.lost),
             rank=self.rank,
             world_size=self.world_size,
         )
@@ -247,7 +249,7 @@ class Run:
 
     def _close_saves(self, error: BaseException | None) -> None:
         """Lets what is staged be committed; nobody is left to be told of a failure but the reader of the output."""
-        failure = self._saves.close(self._departure.late_seconds(error), self._departure.prospect())
+        failure = self._saves.close(self._departure.late_seconds(error))
         if failure is not None:
             complain(f"a save was not committed: {failure.message}")
 

@@ -10,7 +10,6 @@ from overnight.trainer.cursor import Cursor
 from overnight.trainer.exits import Interrupted, Left, Stopped, Yielded, is_success
 from overnight.trainer.link import Link
 from overnight.trainer.orders import Orders
-from overnight.trainer.prospect import Prospect
 from overnight.trainer.saves import Saves
 from overnight.trainer.start import Origin
 
@@ -87,10 +86,6 @@ class Departure:
     def _left_seconds(self) -> float:
         """Until this process is killed, less what leaving takes."""
         return self._orders.leave()[1] - LEAVE_SECONDS
-
-    def prospect(self) -> Prospect:
-        """Watches whether the commit of what is staged can still come, once a peer may be lost."""
-        return Prospect(self._origin.place, self._agreement.lost, self._saves.waited_for)
 
     def late_seconds(self, error: BaseException | None) -> float:
         """How long the commit of what is staged may take once the script is over.

@@ -13,7 +13,13 @@ from typing import Self
 from overnight.trainer.checkpoint.place import CheckpointName, Place, partial_name
 
 PAUSE_SECONDS = 0.1
-"""Between two looks. Two in a row must be the same: a writer that was killed ends the system call that it was in."""
+"""Between the first two looks. Two in a row must be the same: a writer that was killed ends the system call that it was
+in."""
+
+LONGEST_PAUSE_SECONDS = 2.0
+"""Each look sends peers something that nobody takes, and each pause is a little longer: a store may need hours."""
+
+_GROWTH = 1.05
 
 
 class Prospect:
@@ -23,7 +29,7 @@ class Prospect:
         place: Of the checkpoints.
         lost: Ranks whose connection is gone.
         waited_for: The save that is waited for, None if there is none.
-        pause_seconds: Between two looks.
+        pause_seconds: Between the first two looks.
 
     Attributes:
         reason: Why the commit cannot come any more; empty while it can.
@@ -41,6 +47,7 @@ class Prospect:
         self._waited_for = waited_for
         self._pause_seconds = pause_seconds
         self._over = threading.Event()
+        self._asking_peers = threading.Lock()
         self.reason = ""
 
     def __enter__(self) -> Self:
@@ -48,10 +55,12 @@ class Prospect:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        with self._asking_peers:  # their connections are used for other things from now on, or closed
+            self._over.set()
 
     def _watch(self) -> None:
         before: tuple[CheckpointName, int] | None = None
+        pause_seconds = self._pause_seconds
         while not self._over.is_set():
             found = None
             with contextlib.suppress(Exception):  # a store that does not answer says nothing
@@ -61,7 +70,8 @@ class Prospect:
                 self.reason = f"checkpoint {name} was given up: rank {rank} has ended before its part was written"
                 return
             before = found
-            self._over.wait(self._pause_seconds)
+            self._over.wait(pause_seconds)
+            pause_seconds = min(pause_seconds * _GROWTH, LONGEST_PAUSE_SECONDS)
 
     def look(self) -> tuple[CheckpointName, int] | None:
         """The save that cannot be committed any more, and the rank because of which; None if it can.
@@ -70,11 +80,14 @@ class Prospect:
             Exception: Whatever the place raises.
         """
         name = self._waited_for()
-        lost = sorted(self._lost()) if name is not None else []
-        if name is None or not lost:
+        if name is None or not (lost := self._lost_now()):
             return None
         told = set(self._place.entries(partial_name(name)))
         missing = lost if lost[0] == 0 else [rank for rank in lost if f"rank-{rank}.json" not in told]
         if not missing or name in self._place.checkpoints():  # whose notes are taken away
             return None
         return name, missing[0]
+
+    def _lost_now(self) -> list[int]:
+        with self._asking_peers:
+            return [] if self._over.is_set() else sorted(self._lost())

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from overnight.core.errors import OvernightError, SaveDiscardedError, SaveFailedError
 from overnight.trainer.agreement import Wishes
@@ -29,6 +30,7 @@ FAILURE_SECONDS = 10.0
 
 _MAX_TRIES = 3
 _LOOK_SECONDS = 0.05
+_GIVEN_UP_HINT = "The output of that rank says why. The next start goes on from the last checkpoint that was committed."
 
 
 class Saves:
@@ -41,6 +43,7 @@ class Saves:
         link: Hears of commits.
         moment: Makes sure that what led to this moment is told, and gives the run's own state.
         meet: Waits until all ranks are at the save, and combines their wishes.
+        prospect: Watches whether the save that it is told can still be committed.
         rank, world_size: Of this process.
     """
 
@@ -53,6 +56,7 @@ class Saves:
         *,
         moment: Callable[[Kind], Moment],
         meet: Callable[[Wishes], Wishes],
+        prospect: Callable[[Callable[[], CheckpointName | None]], Prospect],
         rank: int,
         world_size: int,
     ) -> None:
@@ -63,12 +67,14 @@ class Saves:
         self._link = link
         self._moment = moment
         self._meet = meet
+        self._prospect = partial(prospect, lambda: self._pipeline.waited_for)
         self._shared = world_size > 1
         self._keeps_time = rank == 0
         self._wanted: Kind | None = None
         self._num_waits = 0
         self._began = False
         self._began_unseen = False
+        self._has_given_up = False
         self._announced: CheckpointName | None = None
         self._announcing = threading.Lock()
         self._pipeline.on_commit = self._announce
@@ -173,17 +179,18 @@ class Saves:
 
     # -- at once ------------------------------------------------------------------------------------------------------
 
-    def now(self, kind: Kind, seconds: float | None = None) -> Saving:
+    def now(self, kind: Kind) -> Saving:
         """Saves without waiting for a boundary; all ranks are here. Waits for the staging memory, not for the commit.
 
         Raises:
-            SaveFailedError: It could not begin in that many seconds, or the state cannot be saved.
+            SaveFailedError: The state cannot be saved.
         """
         with self._ledger.within("checkpoint"):
             self._meet(Wishes())
-            if not self._pipeline.wait_until_free(seconds):
-                raise SaveFailedError(f"the save before was not written within {seconds:.0f} s")
+            self._pipeline.wait_until_free()
             return self._begin(kind)
+
+    # -- at the end ---------------------------------------------------------------------------------------------------
 
     def finish(self, kind: Kind, seconds: float | None = None) -> None:
         """Saves and waits for the commit; so do all ranks.
@@ -193,13 +200,16 @@ class Saves:
             seconds: How long it may take in all.
 
         Raises:
-            SaveFailedError, FencedError: It is not saved.
+            SaveFailedError, FencedError: It is not saved, or cannot be, since a peer has ended.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         for _ in range(_MAX_TRIES):
-            saving = self.now(kind, _left(deadline))
             with self._ledger.within("checkpoint"):
-                is_done = self._pipeline.wait(saving, _left(deadline))
+                self._meet(Wishes())
+                if not self._wait(self._pipeline.wait_until_free, deadline):
+                    raise SaveFailedError(f"the save before was not written within {seconds:.0f} s")
+                saving = self._begin(kind)
+                is_done = self._wait(partial(self._pipeline.wait, saving), deadline)
             if not is_done:
                 raise SaveFailedError(f"{saving.name} was not committed within {seconds:.0f} s")
             saving.observed = True
@@ -215,37 +225,51 @@ class Saves:
         """Waits for all saves.
 
         Raises:
-            SaveFailedError, FencedError: One failed and nobody was told.
+            SaveFailedError, FencedError: One failed and nobody was told, or cannot be committed, as a peer has ended.
         """
-        self._pipeline.wait_for_all()
+        self._wait(self._pipeline.wait_for_all)
         self._tell_commits()
         if (failure := self._pipeline.take_failure()) is not None:
             raise failure
 
-    def waited_for(self) -> CheckpointName | None:
-        """The save whose commit comes next, None if none is under way."""
-        return self._pipeline.waited_for
-
-    def close(self, seconds: float, prospect: Prospect) -> OvernightError | None:
+    def close(self, seconds: float) -> OvernightError | None:
         """Gives saves that are under way so much time, and ends.
 
         Args:
             seconds: At most so much, and no more once it would be in vain.
-            prospect: Says when it is.
 
         Returns:
             Why one failed, if nobody was told.
         """
-        if seconds > 0 and not self._pipeline.wait_for_all(0.0):
-            deadline = time.monotonic() + seconds
-            with prospect:
-                while not (self._pipeline.wait_for_all(_LOOK_SECONDS) or prospect.reason):
-                    if time.monotonic() > deadline:
-                        break
+        was_told, given_up = self._has_given_up, None
+        try:
+            self._wait(self._pipeline.wait_for_all, time.monotonic() + seconds)
+        except SaveFailedError as error:
+            given_up = error
         failure = self._saver.close(0.0)
         self._tell_commits()
-        return SaveFailedError(prospect.reason) if failure is not None and prospect.reason else failure
+        return None if failure is None or was_told else given_up or failure
 
+    def _wait(self, wait: Callable[[float], bool], deadline: float | None = None) -> bool:
+        """Waits for what all ranks have a part in, until it is there, the time is over, or a peer's part cannot come.
 
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+        Args:
+            wait: Waits at most so many seconds; whether it is there.
+            deadline: Of the monotonic clock.
+
+        Returns:
+            Whether it is there.
+
+        Raises:
+            SaveFailedError: It cannot come any more.
+        """
+        if wait(0.0):
+            return True
+        with self._prospect() as prospect:
+            while deadline is None or time.monotonic() < deadline:
+                if wait(_LOOK_SECONDS):
+                    return True
+                if prospect.reason:
+                    self._has_given_up = True
+                    raise SaveFailedError(prospect.reason, hint=_GIVEN_UP_HINT)
+        return False
