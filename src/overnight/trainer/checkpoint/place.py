@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shutil
+import tempfile
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,14 @@ BASE_PREFIX = "base-"
 _CHECKPOINT = re.compile(r"step-(\d+)\.attempt-(\d+)\.(\d+)(?:\.again-(\d+))?")
 _FENCE = re.compile(r"fence-(\d+)\.(\d+)\.json(\.claim-[0-9a-f]+)?")
 _BASE = re.compile(r"base-[0-9a-f]{32}")
+
+PASSING = ".tmp"
+NOW_NAME = re.compile(rf"\.now-[0-9a-f]+{re.escape(PASSING)}")
+"""A file that only tells what time it is for whoever keeps the place."""
+
+CLAIM_SECONDS = 3600.0
+"""Within so much time a start has made its fence or has given up: requests to a store are repeated for a minute, but a
+process may be stopped, or its machine asleep."""
 
 
 @dataclass(frozen=True, order=True)
@@ -118,6 +127,14 @@ class Place(ABC):
         """Whether anything is stored of a folder, visible or not."""
         return bool(self.entries(folder))
 
+    @abstractmethod
+    def ages(self, entries: Iterable[str]) -> dict[str, float]:
+        """Seconds since files directly in the place were written, by the clock that dates them; without unknown ones.
+
+        Raises:
+            OSError: The place does not answer.
+        """
+
     def unfinished(self) -> dict[str, CheckpointName | None]:
         """Folders of saves that were not published (yet), and whose; None where the name does not tell."""
         return partials(self.entries())
@@ -150,6 +167,11 @@ def partials(entries: Iterable[str]) -> dict[str, CheckpointName | None]:
 def _is_ours(entry: str) -> bool:
     stem, _, _ = entry.partition(PARTIAL)
     return entry.startswith(".") or any(pattern.fullmatch(stem) for pattern in (_FENCE, _CHECKPOINT, _BASE))
+
+
+def is_claim(entry: str) -> bool:
+    """Whether this is the name of a file by which a start announces a fence in a store."""
+    return (match := _FENCE.fullmatch(entry)) is not None and match[3] is not None
 
 
 def settled_claims(entries: Iterable[str]) -> list[str]:
@@ -241,7 +263,7 @@ class LocalPlace(Place):
         """Links a finished temporary file to the name, which fails if the name exists."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{_unique()}.tmp")
+        temporary = target.with_name(f".{target.name}.{_unique()}{PASSING}")
         try:
             temporary.write_bytes(data)
             sync_file(temporary)
@@ -263,6 +285,16 @@ class LocalPlace(Place):
         with contextlib.suppress(FileNotFoundError):  # somebody else was faster
             target.rename(trash)
             shutil.rmtree(trash, ignore_errors=True)
+
+    def ages(self, entries: Iterable[str]) -> dict[str, float]:
+        """By the clock of the file system, which may be another machine's."""
+        ages: dict[str, float] = {}
+        with contextlib.suppress(FileNotFoundError, PermissionError), tempfile.TemporaryFile(dir=self.root) as file:
+            now = os.fstat(file.fileno()).st_mtime
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    ages[entry] = now - (self.root / entry).stat().st_mtime
+        return ages
 
     def checkpoints(self) -> list[CheckpointName]:
         """Published checkpoints, oldest token first: the rename that gives a folder its name publishes it."""

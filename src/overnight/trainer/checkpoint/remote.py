@@ -8,7 +8,9 @@ written: who sees another claim withdraws. Requests that fail for the moment are
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -16,7 +18,7 @@ from overnight.core.addresses import shown
 from overnight.core.errors import BadInputError, SetupError
 from overnight.trainer.checkpoint.discretion import Discretion
 from overnight.trainer.checkpoint.multipart import Upload, abort, uploads_below
-from overnight.trainer.checkpoint.place import CheckpointName, Place, is_base, partials
+from overnight.trainer.checkpoint.place import CLAIM_SECONDS, PASSING, CheckpointName, Place, is_base, partials
 from overnight.trainer.checkpoint.retry import Patience, is_transient
 
 T = TypeVar("T")
@@ -137,7 +139,11 @@ class RemotePlace(Place):
 
         Each caller first writes a claim of a unique name, then looks for others. Of several callers at most one gets
         True, and when all meet at once, none may.
+
+        Raises:
+            TimeoutError: That took so long that the claim may be gone.
         """
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
         claim = f"{path}.claim-{os.urandom(8).hex()}"
         self.write(claim, b"")
         folder, _, name = path.rpartition("/")
@@ -146,6 +152,8 @@ class RemotePlace(Place):
         try:
             if rivals:
                 return False
+            if time.clock_gettime(time.CLOCK_BOOTTIME) - began > CLAIM_SECONDS:
+                raise TimeoutError(f"{path} was not claimed within {CLAIM_SECONDS:.0f} s")
             return self._create_exclusively(path, data)
         finally:
             self.remove(claim)
@@ -183,6 +191,28 @@ class RemotePlace(Place):
             self.call(delete)
         if is_checkpoint or is_base(path):  # there is nothing large elsewhere
             self.abort_uploads(path)
+
+    def ages(self, entries: Iterable[str]) -> dict[str, float]:
+        """By the store's clock, where it tells when a file was written."""
+        probe = f".now-{os.urandom(6).hex()}{PASSING}"
+        ages: dict[str, float] = {}
+        with contextlib.suppress(PermissionError, NotImplementedError):
+            self.write(probe, b"")
+            try:
+                now = self._written_at(probe)
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        ages[entry] = (now - self._written_at(entry)).total_seconds()
+            finally:
+                self.remove(probe)
+        return ages
+
+    def _written_at(self, path: str) -> datetime:
+        def ask() -> datetime:
+            self.files.invalidate_cache()
+            return cast(datetime, self.files.modified(self.full(path)))
+
+        return self.call(ask)
 
     def glance(self) -> "RemotePlace":
         """The place as it is now; each folder is listed once, when it is first asked for."""

@@ -1,7 +1,8 @@
 """Deleting what nobody needs any more from a place on which no attempt works: the sweep of mark and sweep.
 
 What goes: checkpoints that a later start has hidden, those that the run's own rules would not have kept, folders of
-saves that never ended, interrupted deletions, stale pins, and frozen tensors that no manifest mentions.
+saves that never ended, interrupted deletions, stale pins, frozen tensors that no manifest mentions, and what starts
+that were killed as they claimed the place have left.
 
 What never goes: the checkpoint that a new start would restore (verified to the last byte before anything is deleted),
 what is pinned, and anything at all once a new start has claimed the place.
@@ -13,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from overnight.core.errors import ConflictError, NotFoundError
+from overnight.trainer.checkpoint.abandoned import abandoned, is_passing
 from overnight.trainer.checkpoint.fence import clear_claims
 from overnight.trainer.checkpoint.pins import PinWatch, read_pins
-from overnight.trainer.checkpoint.place import CheckpointName, Token
+from overnight.trainer.checkpoint.place import CheckpointName, Token, is_claim, settled_claims
 from overnight.trainer.checkpoint.survey import Role, Survey
 from overnight.trainer.checkpoint.trash import TRASH, discard
 
@@ -54,7 +56,7 @@ def mark(
     doomed = [*_checkpoints(found, good, spared), *_unfinished(found, at_rest)]
     if at_rest:
         doomed += _bases(found, {deletion.entry for deletion in doomed})
-    return doomed
+    return [*doomed, *_half_claims(found)]
 
 
 def _checkpoints(found: Survey, good: CheckpointName | None, spared: Collection[CheckpointName]) -> Iterator[Deletion]:
@@ -82,6 +84,13 @@ def _unfinished(found: Survey, at_rest: bool) -> Iterator[Deletion]:
     for entry, name in found.seen.unfinished().items():
         if at_rest or (name is not None and name.token < newest):
             yield _sized(found, entry, "a save that never ended")
+
+
+def _half_claims(found: Survey) -> Iterator[Deletion]:
+    settled = settled_claims(found.seen.entries())  # go in any case
+    for entry in abandoned(found.place, found.seen):
+        if entry not in settled:
+            yield Deletion(entry, found.seen.sizes("").get(entry, 0), "a start that never came to its fence")
 
 
 def _bases(found: Survey, doomed: set[str]) -> Iterator[Deletion]:
@@ -146,9 +155,9 @@ def sweep(
         watch.clear(place)
     done: list[Deletion] = []
     for deletion in doomed:
-        if tuple(place.tokens()) != found.tokens:
+        if _has_started(found):
             break
-        if deletion.entry.startswith(TRASH):
+        if deletion.entry.startswith(TRASH) or is_claim(deletion.entry) or is_passing(deletion.entry):
             place.remove(deletion.entry)
         elif not discard(place, deletion.entry, partial(_is_needed, found, deletion.entry, watch)):
             continue
@@ -158,8 +167,13 @@ def sweep(
     return done
 
 
+def _has_started(found: Survey) -> bool:
+    """Whether there has been a new start; a claim that has gone is none."""
+    return not set(found.place.tokens()) <= set(found.tokens)
+
+
 def _is_needed(found: Survey, entry: str, watch: PinWatch) -> bool:
-    if tuple(found.place.tokens()) != found.tokens:
+    if _has_started(found):
         return True
     name = CheckpointName.parse(entry)
     return name is not None and name in watch.living(found.place)
