@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.staging import gather as gather_module
 from overnight.trainer.checkpoint.staging.arena import Arena
-from overnight.trainer.checkpoint.staging.gather import ALIGNMENT, Gather, write_pieces
+from overnight.trainer.checkpoint.staging.gather import ALIGNMENT, Gather, copy_pieces, write_pieces
 from overnight.trainer.checkpoint.writing.order import LARGE_BYTES
 
 
@@ -33,13 +33,21 @@ def shared_kb() -> int:
 @given(
     st.lists(st.integers(0, 300) | st.just(ALIGNMENT) | st.sampled_from([LARGE_BYTES, LARGE_BYTES + 1]), max_size=40),
     st.sampled_from([0, ALIGNMENT, 640]),
+    st.integers(0, 5),
 )
-def test_every_piece_lies_aligned_and_whole(lengths: list[int], start: int) -> None:
+def test_every_piece_lies_aligned_and_whole(lengths: list[int], start: int, num_shares: int) -> None:
     sources = [np.random.default_rng(i).integers(1, 255, n, dtype=np.uint8) for i, n in enumerate(lengths)]
     gather = Gather(start, lengths)
     arena = Arena(gather.end + 1, 1)
     try:
-        gather.write(arena.fileno(), [int(source.ctypes.data) for source in sources])
+        addresses = [int(source.ctypes.data) for source in sources]
+        if num_shares == 0:
+            gather.write(arena.fileno(), addresses)
+        else:
+            shares = gather.shares(addresses, num_shares)
+            assert len(shares) <= num_shares
+            for offset, rows in reversed(shares):
+                copy_pieces(arena.address + offset, rows)
         taken = np.zeros(arena.size, dtype=bool)
         for offset, source in zip(gather.offsets, sources, strict=True):
             assert offset % ALIGNMENT == 0
@@ -84,8 +92,25 @@ def test_a_write_that_takes_a_part_goes_on_behind_it(monkeypatch: pytest.MonkeyP
 
 def test_memory_that_is_gone_is_an_error_and_no_crash() -> None:
     arena = Arena(4096, 1)
-    with pytest.raises(OSError, match="Bad address"):
-        write_pieces(arena.fileno(), 0, np.array([[4096, 64]], dtype=np.uint64))
+    source = np.ones(64, dtype=np.uint8)
+    for rows in ([[4096, 64]], [[source.ctypes.data, 64], [4096, 64]]):
+        with pytest.raises(OSError, match="Bad address"):
+            write_pieces(arena.fileno(), 0, np.array(rows, dtype=np.uint64))
+        with pytest.raises(OSError, match="Bad address"):
+            copy_pieces(arena.address, np.array(rows, dtype=np.uint64))
+    arena.close()
+
+
+def test_shares_are_equal_and_a_large_piece_is_cut() -> None:
+    source = np.random.default_rng(0).integers(0, 255, 10 << 20, dtype=np.uint8)
+    gather = Gather(4096, [len(source)])
+    shares = gather.shares([int(source.ctypes.data)], 3)
+    sizes = [int(rows[:, 1].sum()) for _, rows in shares]
+    assert sum(sizes) == len(source) and max(sizes) - min(sizes) <= 2 * 4096
+    arena = Arena(gather.end, 1)
+    for offset, rows in shares:
+        copy_pieces(arena.address + offset, rows)
+    assert os.pread(arena.fileno(), len(source), 4096) == source.tobytes()
     arena.close()
 
 

@@ -56,6 +56,11 @@ class Arena:
         """Descriptor of the memory; it stays this object's."""
         return self._descriptor
 
+    @property
+    def address(self) -> int:
+        """Where the memory begins in this process."""
+        return int(self.array().ctypes.data)
+
     def touch(self) -> None:
         """Takes all memory now, outside of any save: half a second per GiB, without the interpreter's lock.
 
@@ -93,7 +98,7 @@ class Arena:
         if self._release is not None:
             return True
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = int(self.array().ctypes.data)
+        address = self.address
         if int(cudart.cudaHostRegister(address, self.size, 0)) != 0:
             _forget_failure()
             return False

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from overnight.core.errors import SaveFailedError
 from overnight.trainer.checkpoint.staging.arena import Arena, no_memory
+from overnight.trainer.checkpoint.staging.crew import Cores, Crew
 from overnight.trainer.checkpoint.staging.device import DeviceCopies, DeviceCopy
 from overnight.trainer.checkpoint.staging.layout import Layout, Way, choose_ways, lay_out, signature_of
 from overnight.trainer.checkpoint.staging.ownership import freed, frozen_memory, owned_memory
@@ -98,6 +99,7 @@ class Stager:
         self._scratch: Arena | None = None
         self._num_arenas = 0
         self._worker = Worker("overnight-staging")
+        self._crew = Crew(Cores())
         self._copied = threading.Event()
         self._copied.set()
         self._watched: tuple[Probe, Versions, list[str], object] | None = None
@@ -177,7 +179,7 @@ class Stager:
 
         def copy() -> None:
             try:
-                layout.groups[Way.LATER].write(arena.fileno(), addresses)
+                self._crew.copy(layout.groups[Way.LATER], arena, addresses)
                 wrong = {*freed(memory, addresses.tolist(), layout.groups[Way.LATER].lengths), *versions.moved()}
                 if probe is not None:
                     wrong.update(probe.wrong_copies(arena), probe.changed_source())
@@ -207,6 +209,7 @@ class Stager:
             self._hook = None
         self._copied.wait()
         self._worker.close()
+        self._crew.close()
         self._drop_memory()
         self._layout = None
 
