@@ -21,11 +21,13 @@ from waiting import wait_for
 
 from overnight import trainer
 from overnight.core.errors import BadInputError, CheckpointError, SaveFailedError
+from overnight.trainer.checkpoint.handle import SaveHandle, Saving
 from overnight.trainer.checkpoint.manifest import verify
 from overnight.trainer.checkpoint.place import LocalPlace
 from overnight.trainer.checkpoint.reading.finding import open_newest
 from overnight.trainer.checkpoint.reading.restored import Restored
 from overnight.trainer.checkpoint.reading.source import open_source
+from overnight.trainer.checkpoint.writing.ticket import Ticket
 from overnight.trainer.execution import Run
 
 DEADLINE_SECONDS = 60.0
@@ -521,6 +523,42 @@ def test_many_saves_of_a_run_leave_nothing_behind() -> None:
         assert more_files <= files + 1 and more_threads <= threads
         assert min(grown) < num_saves, grown
         assert run._ledger._counts["saves"] >= 3 * num_saves
+
+
+def test_what_is_known_of_a_save_goes_with_its_handle() -> None:
+    """At once: what waits for the collector, for thousands of saves, splits the heap meanwhile."""
+    training = Training()
+    with trainer.run(every=None) as run:
+        training.track(run)
+        save_each(run, training, 3, name="first")
+        gc.disable()
+        try:
+            save_each(run, training, 10, name="more")
+            known = known_saves()
+        finally:
+            gc.enable()
+    assert len(known) < 10, known
+
+
+def test_failures_of_which_the_script_was_told_are_forgotten() -> None:
+    training = Training(width=256)
+    with trainer.run(every=None) as run:
+        training.track(run)
+        save_each(run, training, 3, name="first")
+        with no_file_above(100_000, writer_pid(run)):
+            for _ in range(10):
+                for _ in run.steps(1, name="more"):
+                    training.update()
+                with pytest.raises(SaveFailedError):
+                    run.save().result()
+            gc.collect()
+            known = known_saves()
+    assert len(known) < 10, known
+
+
+def known_saves() -> list[Any]:
+    """All that there is of saves in this process."""
+    return [one for one in gc.get_objects() if type(one) in (Saving, SaveHandle, Ticket)]
 
 
 def save_each(run: Run, training: Training, num_updates: int, name: str) -> None:

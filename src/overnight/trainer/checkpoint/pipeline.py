@@ -155,6 +155,7 @@ class Pipeline:
         except BaseException as error:
             with contextlib.suppress(ValueError):
                 self._under_way.remove(saving)
+            saving.handles = []
             saving.error = as_failure(error, name) if isinstance(error, Exception) else None
             saving.observed = True  # by whoever catches it
             saving.delivered.set()
@@ -243,17 +244,18 @@ class Pipeline:
 
     def _end(self, saving: Saving) -> None:
         failure = saving.failure
+        handles, saving.handles = saving.handles, []  # each refers to the other: else only the collector ends them
         if failure is None:
             self._committed.append(saving)
             self._num_discards = 0
         elif isinstance(failure, SaveDiscardedError) and self._num_discards < MAX_DISCARDS:
             self._num_discards += 1
             self.wants_again = True
-            for handle in saving.handles:
+            for handle in handles:
                 handle.attach(None)
-            self._waiting += saving.handles
+            self._waiting += handles
         else:
-            self._failed.append(saving)
+            self._failed = [*(one for one in self._failed if not one.observed), saving]  # some scripts try on and on
 
     def take_committed(self) -> list[Saving]:
         """Saves that were committed since the last call."""
@@ -272,8 +274,9 @@ class Pipeline:
 
     def take_failure(self) -> OvernightError | None:
         """As :meth:`unobserved_failure`, and all failures count as told."""
-        failure = self.unobserved_failure()
-        self._failed.clear()
+        with self._lock:  # another thread may just be adding one
+            failure = self.unobserved_failure()
+            self._failed.clear()
         return failure
 
     def wait(self, saving: Saving, seconds: float | None = None) -> bool:
