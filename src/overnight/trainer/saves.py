@@ -137,7 +137,7 @@ class Saves:
     def _begin_behind_an_update(self, kind: Kind) -> None:
         """Begins unless some rank is in the middle of an accumulation of its own, which may still come to its step."""
         patient = self._num_waits < ACCUMULATION_PATIENCE
-        waits = patient and bool(self._saver.pending_gradients())
+        waits = patient and self._saver.accumulates()
         with self._ledger.within("checkpoint"):
             if self._meet(Wishes(wait=int(waits))).wait:
                 self._num_waits += 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import xxhash
 
-from overnight.core.errors import CheckpointError, OvernightError
+from overnight.core.errors import CheckpointError, OvernightError, SaveFailedError
 from overnight.trainer.checkpoint.gradients import Gradients, pending_gradients, put_gradients_back
 from overnight.trainer.checkpoint.handle import SaveHandle, Saving
 from overnight.trainer.checkpoint.handover import Handover
@@ -111,6 +111,13 @@ class Saver:
     def pending_gradients(self) -> Gradients:
         """Gradients of an accumulation that goes on behind this boundary; a graph's replays make theirs anew."""
         return pending_gradients(self._tracked, self._stager.stepped | self._stager.replayed)
+
+    def accumulates(self) -> bool:
+        """Whether gradients wait for a step; also such as no save could take along."""
+        try:
+            return bool(self.pending_gradients())
+        except SaveFailedError:
+            return True
 
     def next_update(self) -> None:
         """A boundary is over: which optimizers make a step is counted anew."""
