@@ -22,7 +22,7 @@ class Persistent:
     def __init__(self, server: RunningServer, over: threading.Event) -> None:
         self.server = server
         self.over = over
-        self.client = httpx.Client(trust_env=False, timeout=10)
+        self.client = httpx.Client(trust_env=False, verify=False, timeout=10)
 
     def __enter__(self) -> Self:
         return self
@@ -153,9 +153,10 @@ def test_a_thousand_proposals_at_once(tmp_path: Path) -> None:
         pid = server.process.pid if server.process else 0
         before = _memory_mb(pid)
         answers: list[tuple[int, float]] = []
+        options: dict[str, Any] = {"headers": server.client.headers, "timeout": 60, "trust_env": False, "verify": False}
 
         def flood(worker: int) -> None:
-            with httpx.Client(base_url=server.url, headers=server.client.headers, timeout=60, trust_env=False) as own:
+            with httpx.Client(base_url=server.url, **options) as own:
                 for i in range(worker * 50, worker * 50 + 50):
                     began = time.monotonic()
                     status = own.post("/v1/proposals", content=json.dumps(proposal(str(i)))).status_code
