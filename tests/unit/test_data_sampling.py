@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chance import stats
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats  # type: ignore[import-untyped]
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -28,7 +28,7 @@ def test_weighted_draws_follow_the_weights() -> None:
     counts = np.bincount(drawn(order, 0), minlength=5)
     assert counts[1] == counts[4] == 0
     expected = np.array([0.5, 3.0, 1.5]) / 5 * 50_000
-    assert stats.chisquare(counts[[0, 2, 3]], expected).pvalue > 1e-4
+    assert stats().chisquare(counts[[0, 2, 3]], expected).pvalue > 1e-4
 
 
 def test_weighted_draws_are_a_function_of_the_position() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chance import stats
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scipy import stats  # type: ignore[import-untyped]
 from torch.utils.data import ConcatDataset
 
 from overnight import trainer
@@ -328,7 +328,7 @@ def test_seeds_of_ids_are_uniform() -> None:
     seeds = np.array([derive(11, "generation", one) for one in range(20_000)], dtype=np.uint64)
     for shift in (0, 20, 55):
         cells = (seeds >> np.uint64(shift)) & np.uint64(255)
-        assert stats.chisquare(np.bincount(cells.astype(int), minlength=256)).pvalue > SIGNIFICANCE
+        assert stats().chisquare(np.bincount(cells.astype(int), minlength=256)).pvalue > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("length", [13, 4099])
@@ -344,12 +344,12 @@ def test_over_epochs_a_sample_comes_anywhere_in_the_order(length: int) -> None:
     expected = np.bincount(np.arange(length) * num_cells // length) / length * num_epochs
     for seen in (places, first):
         assert (
-            stats.chisquare(np.bincount(seen * num_cells // length, minlength=num_cells), expected).pvalue
+            stats().chisquare(np.bincount(seen * num_cells // length, minlength=num_cells), expected).pvalue
             > SIGNIFICANCE
         )
     pairs = np.zeros((num_cells, num_cells))
     np.add.at(pairs, (places[:-1] * num_cells // length, places[1:] * num_cells // length), 1)
-    assert stats.chi2_contingency(pairs).pvalue > SIGNIFICANCE
+    assert stats().chi2_contingency(pairs).pvalue > SIGNIFICANCE
 
 
 def test_augmentation_seeds_are_uniform_over_positions_and_epochs() -> None:
@@ -364,7 +364,7 @@ def test_augmentation_seeds_are_uniform_over_positions_and_epochs() -> None:
     loader.bind(rank=0, world_size=1)
     drawn = np.concatenate([batch.data for epoch in range(5) for batch in loader.micro_batches(epoch, 0)])
     for column in drawn.T:
-        assert stats.kstest(column, "uniform").pvalue > SIGNIFICANCE
+        assert stats().kstest(column, "uniform").pvalue > SIGNIFICANCE
         assert abs(np.corrcoef(column[:-1], column[1:])[0, 1]) < 0.04
     assert len(np.unique(drawn[:, 2])) > 9_900  # torch draws 24 bits: a few meet by chance
     assert abs(np.corrcoef(drawn[:2000, 0], drawn[2000:4000, 0])[0, 1]) < 0.1
@@ -437,8 +437,8 @@ def test_the_parts_of_a_mixture_are_interleaved_uniformly() -> None:
         np.add.at(places, (drawn, np.arange(5000) // 500), 1)
         first[drawn[0]] += 1
     for part in range(3):
-        assert stats.chisquare(places[part]).pvalue > SIGNIFICANCE
-    assert stats.chisquare(first, np.array(shares) * 200).pvalue > SIGNIFICANCE
+        assert stats().chisquare(places[part]).pvalue > SIGNIFICANCE
+    assert stats().chisquare(first, np.array(shares) * 200).pvalue > SIGNIFICANCE
 
 
 def test_a_mixture_of_huge_parts_is_asked_at_any_position_at_once() -> None:
