@@ -1,5 +1,6 @@
 """What holds for all tests: an example takes as long as a busy machine needs; pytest's own time limit is the judge."""
 
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,17 @@ if TYPE_CHECKING:
 
 settings.register_profile("overnight", deadline=None)
 settings.load_profile("overnight")
+
+
+def pytest_collection() -> None:
+    """Nothing that comes with the modules of a whole suite is garbage: to look for it takes as long as to collect."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What tests leave is looked for among what tests made."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
