@@ -1,6 +1,8 @@
 """What holds for all tests: an example takes as long as a busy machine needs; pytest's own time limit is the judge."""
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,10 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from store_lab import Store
+
+# Hundreds of interpreters import the same sources, and every worker rewrites the same assertions: once is enough.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("overnight", deadline=None)
 settings.load_profile("overnight")
