@@ -26,9 +26,11 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What tests leave is looked for among what tests made."""
+    """What tests leave is looked for among what tests made; threads of torch's own would wait for each other busily."""
     gc.freeze()
     gc.enable()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
