@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ class Warm:
         )
         self.pid = self._process.pid
         self._ready = False
+        self._ends: dict[int, int] = {}
+        """Descriptors of the ranks that are not known to have ended."""
 
     def _ask(self, command: dict[str, Any]) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -41,11 +44,19 @@ class Warm:
     def start(self, order: dict[str, Any]) -> list[int]:
         """Pids of the ranks."""
         pids: list[int] = self._ask({"start": order})
+        self._ends |= {pid: os.pidfd_open(pid) for pid in pids}
         return pids
+
+    def hears_of_an_end(self, seconds: float = 0.0) -> bool:
+        """Whether a rank has ended that is not reaped, or does so soon; to ask the kernel is cheaper than to reap."""
+        return bool(select.select(list(self._ends.values()), [], [], seconds)[0])
 
     def reap(self) -> dict[int, int]:
         """Exit codes of what has ended since the last call."""
-        return {int(pid): code for pid, code in self._ask({"reap": True}).items()}
+        ended = {int(pid): code for pid, code in self._ask({"reap": True}).items()}
+        for pid in ended.keys() & self._ends.keys():
+            os.close(self._ends.pop(pid))
+        return ended
 
     def close(self) -> None:
         """Ends it; waits."""
@@ -53,6 +64,9 @@ class Warm:
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
+        for descriptor in self._ends.values():
+            os.close(descriptor)
+        self._ends.clear()
 
     def __enter__(self) -> "Warm":
         return self

@@ -232,7 +232,8 @@ class Round:
     def _wait(self, start: Start, condition: Callable[[], bool]) -> bool:
         """Polls until the condition holds (True) or every rank has ended (False)."""
         while True:
-            self._reap()
+            if self._warm.hears_of_an_end():
+                self._reap()
             if start.is_over:
                 return False
             if condition():
@@ -242,7 +243,7 @@ class Round:
                 self.problems.append(f"start {start.token} hangs")
                 self._sweep([])
             self._end_peers(start)
-            select.select([], [], [], 0.001)
+            self._warm.hears_of_an_end(0.001)
 
     def _end_peers(self, start: Start) -> None:
         if not start.codes:
