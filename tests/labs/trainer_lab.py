@@ -1,11 +1,13 @@
 """Starts training scripts quickly and for real: one process with torch loaded forks a process per rank and order.
 
-An order is a line of JSON on stdin: ``{"script", "argv", "cwd", "env", "ranks", "log"}``; the answer, a line on stdout,
-is the list of wait statuses. The parent runs no operator, exactly as a warm process must not.
+An order is a line of JSON on stdin: ``{"script", "argv", "cwd", "env", "ranks", "log", "imports"}``; the answer, a line
+on stdout, is the list of wait statuses. ``imports`` names modules that this and later orders find imported. The parent
+runs no operator, exactly as a warm process must not.
 """
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -55,6 +57,9 @@ def main() -> None:
     print(json.dumps({"threads": threading.active_count()}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
+        for name in order["imports"]:
+            importlib.import_module(name)
+        assert len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
         port = free_port()
         pids = []
         for rank in range(order["ranks"]):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,23 @@ class Lab:
         return json.loads(line)
 
     def run(
-        self, script: Path, folder: Path, *argv: str, ranks: int = 1, env: dict[str, str] | None = None
+        self,
+        script: Path,
+        folder: Path,
+        *argv: str,
+        ranks: int = 1,
+        env: dict[str, str] | None = None,
+        imports: Sequence[str] = (),
     ) -> list[int]:
         """Runs a script in ``folder``, with its output in the file ``log`` there.
+
+        Args:
+            script: The script.
+            folder: Its working directory; made.
+            argv: Its arguments.
+            ranks: How many processes run it.
+            env: Added to the environment.
+            imports: Modules that take long to import, for the warm process, so that not every start pays for them.
 
         Returns:
             Exit codes of the ranks; a negative one is a signal.
@@ -47,6 +62,7 @@ class Lab:
             "env": env or {},
             "ranks": ranks,
             "log": str(folder / "log"),
+            "imports": list(imports),
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
