@@ -6,6 +6,7 @@ Prints one JSON object. Only the public interface is used: ``trainer.run``, ``ru
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -30,6 +31,14 @@ from overnight import trainer
 
 MB = 1 << 20
 MANY_STEPS = 1_000_000
+M_MMAP_THRESHOLD = -3
+"""Of ``malloc.h``, for ``mallopt()``."""
+
+WARM_UP_SAVES = 200
+"""So many saves later, what is loaded or taken once is there: the writer process takes some of it at the 60th."""
+
+MEDIAN_OF = 50
+"""Updates at both ends of which the memory is compared."""
 
 
 @dataclass(frozen=True)
@@ -344,23 +353,42 @@ def staging(size: str) -> dict[str, Any]:
     return {"staging": first}
 
 
-def many(size: str, saves: int) -> dict[str, Any]:
-    """How much more memory there is after many saves than after the first few, in units of the state."""
+def give_freed_memory_back() -> None:
+    """Lets malloc map each block from 128 KiB on for itself, here and in the writer process, as it does at first.
+
+    By default it takes them from the heap once one was freed, and keeps up to twice as much as the largest of them free
+    at its end. That comes and goes with updates, saves or not: several times the growth that is looked for.
+    """
+    threshold_bytes = 128 << 10
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(threshold_bytes)  # the writer process begins later
+    if ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, threshold_bytes) != 1:
+        raise OSError("malloc does not take the threshold")
+
+
+def many(size: str, saves: int, with_saves: bool = True) -> dict[str, Any]:
+    """How much more memory there is so many updates later, each of which is saved, or none of which is; x state.
+
+    It is the resident memory of this process and those below it, at the end of an update, when nothing is being saved.
+    """
+    give_freed_memory_back()
     torch.set_num_threads(1)
-    few = max(10, saves // 20)
     with tempfile.TemporaryDirectory(prefix="overnight-bench-") as name, run_in(Path(name)) as run:
         training = Training(SIZES[size])
         run.track(model=training.model, optimizer=training.optimizer)
-        seen: list[int] = []
         bodies = run.steps(MANY_STEPS)
         next(bodies)
-        for _ in range(saves):
-            handle = run.save()
+
+        def memory(saved: bool) -> int:
+            handle = run.save() if saved else None
             next(bodies)
             training.update()
             finish(handle)  # else those that come while it writes would be one
-            seen.append(status(os.getpid(), "VmRSS") + others_memory())
-    early, late = statistics.median(seen[few : 2 * few]), statistics.median(seen[-few:])
+            return status(os.getpid(), "VmRSS") + others_memory()
+
+        for _ in range(WARM_UP_SAVES):
+            memory(True)
+        seen = [memory(with_saves) for _ in range(saves + MEDIAN_OF)]
+    early, late = statistics.median(seen[:MEDIAN_OF]), statistics.median(seen[-MEDIAN_OF:])
     return {"growth": (late - early) / SIZES[size].num_bytes}
 
 
@@ -383,7 +411,13 @@ def frozen(size: str, saves: int) -> dict[str, Any]:
     return {"shares": shares[1:], "first": shares[0]}
 
 
-PARTS = {"walls": walls, "commits": commits, "staging": staging, "many": many, "frozen": frozen}
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "walls": walls,
+    "commits": commits,
+    "staging": staging,
+    "many": many,
+    "frozen": frozen,
+}
 
 
 def main() -> None:
