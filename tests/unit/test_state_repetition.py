@@ -183,6 +183,16 @@ def test_tensors_that_begin_to_share_memory_become_one_and_part_again() -> None:
         require_as_new(encoded, {"it": state})
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 6), min_size=5, max_size=5), min_size=2, max_size=6))
+def test_tensors_that_change_places_are_told_apart(places: list[list[int]]) -> None:
+    pool = [torch.full((2,), float(number)) for number in range(7)]
+    encoder = Encoder()
+    for chosen in places:
+        state = {str(slot): pool[number] for slot, number in enumerate(chosen)}
+        require_as_new(encoder.encode({"it": state}), {"it": state})
+
+
 def test_a_change_of_form_in_the_same_memory_is_seen() -> None:
     base = torch.arange(24.0)
     weight, other = base[:6].view(2, 3), base.view(4, 6).t()

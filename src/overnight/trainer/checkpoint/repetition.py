@@ -54,13 +54,14 @@ class Encoder:
         Raises:
             SaveFailedError: Something in a state cannot be saved; the message names its path.
         """
-        if self._kept is not None:
+        kept, self._kept = self._kept, None  # whatever happens now
+        if kept is not None:
             flat = _flatten(states)
-            if flat is not None and self._kept.fits(flat):
-                jsons = self._kept.jsons_of(flat)
+            if flat is not None and kept.fits(flat):
+                jsons = kept.jsons_of(flat)
                 if jsons is not None:
-                    return _Repeated(self._kept, flat, jsons)
-        self._kept = None  # whatever happens now
+                    self._kept = kept
+                    return _Repeated(kept, flat, jsons)
         with suppress(RecursionError, RuntimeError):  # it contains itself, or a thread changes its keys: said below
             states = _copied(dict(states))
         walk = Encoding()
@@ -233,17 +234,34 @@ class _Sharing:
 
     def __init__(self, addresses: NDArray[np.uint64]) -> None:
         self._addresses = addresses.tolist()
-        self._is_none = len(set(self._addresses)) == len(self._addresses)
+        self._owners = {address: index for index, address in enumerate(self._addresses)}
 
-    def is_like(self, other: "_Sharing") -> bool:
-        """Whether the same ones do."""
-        return (self._is_none and other._is_none) or self._firsts == other._firsts
+    def holds(self, addresses: NDArray[np.uint64], moved: Sequence[int]) -> bool:
+        """Whether the same ones do now, and takes in where they are.
 
-    @cached_property
-    def _firsts(self) -> list[int]:
-        """For each the first one that begins there."""
-        first: dict[int, int] = {}
-        return [first.setdefault(address, index) for index, address in enumerate(self._addresses)]
+        Args:
+            addresses: Of each.
+            moved: Indices of those that are not where they were.
+        """
+        if len(self._owners) == len(self._addresses):  # no two of them
+            now = {int(addresses[index]): index for index in moved}
+            for index in moved:
+                del self._owners[self._addresses[index]]
+            is_same = len(now) == len(moved) and self._owners.keys().isdisjoint(now)
+            self._owners.update(now)
+            for address, index in now.items():
+                self._addresses[index] = address
+            return is_same
+        other = addresses.tolist()
+        is_same = _firsts(other) == _firsts(self._addresses)
+        self._addresses = other
+        return is_same
+
+
+def _firsts(addresses: Sequence[int]) -> list[int]:
+    """For each the first one that begins there."""
+    first: dict[int, int] = {}
+    return [first.setdefault(address, index) for index, address in enumerate(addresses)]
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -293,12 +311,8 @@ class _Kept:
             return False
         if not self._form.is_of(flat.tensors):
             return False
-        if elsewhere:
-            sharing = _Sharing(flat.addresses)
-            if not sharing.is_like(self._sharing):
-                return False
-            self._addresses, self._sharing = flat.addresses, sharing
-        return True
+        self._addresses = flat.addresses
+        return not elsewhere or self._sharing.holds(flat.addresses, elsewhere)
 
     def jsons_of(self, flat: _Flat) -> list[Json] | None:
         """JSON of each part: the one that is kept if all its numbers and strings are the same.
@@ -313,7 +327,7 @@ class _Kept:
                 part = self._anew(unit)
                 if part is None:
                     return None
-                self._parts[index] = part  # both or neither, whatever interrupts
+                self._parts[index] = part
                 json = part[1]
             jsons.append(json)
         return jsons
