@@ -1,9 +1,11 @@
 """MLflow equals the store: one run a trial, each step once, true status, and nothing of what a lost attempt did."""
 
+import importlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from mlflow_lab import MlflowDatabase
@@ -13,26 +15,30 @@ from overnight.core.enums import Outcome, TrialState
 from overnight.platform.outbox.__main__ import quiet_mlflow
 from overnight.store import metrics, outbox, trials
 
-quiet_mlflow(os.environ)
-
-from overnight.platform.outbox.projector import PATIENCE_SECONDS, Projector  # noqa: E402
-from overnight.store.tracking import (  # noqa: E402
-    RunGoneError,
-    Tracker,
-    TrackingAwayError,
-    TrackingRefusedError,
-    metric_key,
-)
+if TYPE_CHECKING:
+    from overnight.platform.outbox.projector import Projector
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 S = TrialState
+
+
+def tracking() -> Any:
+    """The module that imports mlflow, which takes seconds: not in processes that run other tests."""
+    quiet_mlflow(os.environ)
+    return importlib.import_module("overnight.store.tracking")
+
+
+def projection() -> Any:
+    """The module of the projector, which imports mlflow too."""
+    quiet_mlflow(os.environ)
+    return importlib.import_module("overnight.platform.outbox.projector")
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with its tables; making them takes seconds."""
     home = tmp_path_factory.mktemp("mlflow")
-    Tracker(f"sqlite:///{home / 'mlflow.db'}", home).experiment("Default")
+    tracking().Tracker(f"sqlite:///{home / 'mlflow.db'}", home).experiment("Default")
     return home / "mlflow.db"
 
 
@@ -50,8 +56,10 @@ def mlflow(lab: Lab) -> MlflowDatabase:
     return MlflowDatabase(lab.home / "mlflow.db")
 
 
-def projector(lab: Lab) -> Projector:
-    return Projector(lab.store, Tracker(lab.settings.effective_mlflow_uri, lab.home / "artifacts"), lab.clock)
+def projector(lab: Lab) -> "Projector":
+    return projection().Projector(
+        lab.store, tracking().Tracker(lab.settings.effective_mlflow_uri, lab.home / "artifacts"), lab.clock
+    )
 
 
 def run_id(lab: Lab, trial_id: str) -> str | None:
@@ -148,7 +156,7 @@ def test_steps_wait_for_their_commit_and_a_fork_drops_what_was_lost(lab: Lab, ml
     assert telling.round().held == 1
     assert [s for _, s, _, _ in mlflow.points(trial)] == list(range(1, 9))
     lab.end(first, Outcome.VANISHED, S.QUEUED)
-    lab.clock.advance(10 * PATIENCE_SECONDS)
+    lab.clock.advance(10 * projection().PATIENCE_SECONDS)
     assert telling.round().held == 1  # what is not saved is about to be repeated: no patience ends here
     second = started(lab, trial, fork_step=8)
     log(lab, second, range(9, 15), value=100)
@@ -167,7 +175,7 @@ def test_people_see_curves_of_a_trial_that_never_saves(lab: Lab, mlflow: MlflowD
     log(lab, attempt, range(1, 4))
     telling.round()
     assert mlflow.points(trial) == []
-    lab.clock.advance(PATIENCE_SECONDS)
+    lab.clock.advance(projection().PATIENCE_SECONDS)
     telling.round()
     assert len(mlflow.points(trial)) == 3
 
@@ -176,7 +184,7 @@ def test_a_step_told_too_early_is_not_told_twice(lab: Lab, mlflow: MlflowDatabas
     trial = lab.propose({"x": 1})
     first = started(lab, trial)
     log(lab, first, range(1, 6))
-    lab.clock.advance(PATIENCE_SECONDS)
+    lab.clock.advance(projection().PATIENCE_SECONDS)
     projector(lab).round()
     lab.end(first, Outcome.VANISHED, S.QUEUED)
     second = started(lab, trial, fork_step=0)
@@ -192,7 +200,7 @@ def test_a_value_that_a_lost_attempt_told_otherwise_is_marked(lab: Lab, mlflow: 
     trial = lab.propose({"x": 1})
     first = started(lab, trial)
     log(lab, first, range(1, 3))
-    lab.clock.advance(PATIENCE_SECONDS)
+    lab.clock.advance(projection().PATIENCE_SECONDS)
     projector(lab).round()
     lab.end(first, Outcome.VANISHED, S.QUEUED)
     second = started(lab, trial, fork_step=0)
@@ -252,9 +260,9 @@ def test_odd_names_and_values_reach_mlflow_harmlessly(lab: Lab, mlflow: MlflowDa
     "name", ["", ".", "..", "../x", "/x", "a//b", "a/../../b", "x" * 300, "a\nb", "a/", "./a", "…"]
 )
 def test_any_name_becomes_one_that_mlflow_takes(name: str) -> None:
+    key = tracking().metric_key(name)
     from mlflow.utils.validation import _validate_metric_name
 
-    key = metric_key(name)
     _validate_metric_name(key)
     assert 1 <= len(key) <= 250
 
@@ -285,32 +293,32 @@ def test_an_mlflow_that_lost_its_database_gets_new_runs(lab: Lab, mlflow: Mlflow
 
 
 def test_a_deleted_experiment_is_taken_back(lab: Lab) -> None:
-    tracker = Tracker(lab.settings.effective_mlflow_uri, lab.home / "artifacts")
+    tracker = tracking().Tracker(lab.settings.effective_mlflow_uri, lab.home / "artifacts")
     first = tracker.experiment("digits")
     tracker._client.delete_experiment(first)
     assert tracker.experiment("digits") == first
 
 
 def test_errors_are_of_two_kinds(lab: Lab) -> None:
-    tracker = Tracker(lab.settings.effective_mlflow_uri, lab.home / "artifacts")
-    with pytest.raises(RunGoneError):
+    tracker = tracking().Tracker(lab.settings.effective_mlflow_uri, lab.home / "artifacts")
+    with pytest.raises(tracking().RunGoneError):
         tracker.set_status("0" * 32, "RUNNING")
     run = tracker.run(tracker.experiment("e"), "tri-1", "e-1", 0, {})
-    with pytest.raises(TrackingRefusedError):
+    with pytest.raises(tracking().TrackingRefusedError):
         tracker._client.delete_run(run)
         tracker.log_metrics(run, [("loss", 1.0, 0, 1)])
-    with pytest.raises(TrackingAwayError):
-        Tracker("http://127.0.0.1:1").experiment("e")
+    with pytest.raises(tracking().TrackingAwayError):
+        tracking().Tracker("http://127.0.0.1:1").experiment("e")
 
 
 def test_while_mlflow_is_away_everything_waits_and_then_arrives_in_order(lab: Lab, mlflow: MlflowDatabase) -> None:
-    down = Projector(lab.store, Tracker("http://127.0.0.1:1"), lab.clock)
+    down = projection().Projector(lab.store, tracking().Tracker("http://127.0.0.1:1"), lab.clock)
     trial = lab.propose({"x": 1})
     attempt = started(lab, trial)
     for hour in range(3):
         log(lab, attempt, range(hour * 10 + 1, hour * 10 + 11))
         lab.clock.advance(3600)
-        with pytest.raises(TrackingAwayError):
+        with pytest.raises(tracking().TrackingAwayError):
             down.round()
     lab.end(attempt, Outcome.COMPLETED, S.COMPLETED)
     assert lag(lab) == 7
