@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import socket
-import struct
 from typing import Any
 
 STAGES = ("queued", "hashing", "writing", "uploading", "waiting", "publishing", "done")
@@ -111,11 +110,10 @@ class Pulse:
         progress: Grows while a save gets on.
     """
 
-    _FORMAT = struct.Struct("<QQQ")
-
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._numbers = memoryview(self._memory).cast("Q")  # whole numbers: ``struct`` fills with zeros before it packs
         self._progress = 0
         self._stage = 0
 
@@ -128,12 +126,12 @@ class Pulse:
 
     def read(self) -> tuple[int, int, str]:
         """Beats, progress and stage."""
-        beats, progress, stage = self._FORMAT.unpack_from(self._memory)
+        beats, progress, stage = self._numbers[0], self._numbers[1], self._numbers[2]
         return beats, progress, STAGES[stage]
 
     def beat(self, beats: int) -> None:
         """Writes everything down; called by one thread alone."""
-        self._FORMAT.pack_into(self._memory, 0, beats, self._progress, self._stage)
+        self._numbers[2], self._numbers[1], self._numbers[0] = self._stage, self._progress, beats
 
     def step(self, _: int = 0) -> None:
         """Notes that the save gets on."""
@@ -146,5 +144,6 @@ class Pulse:
 
     def close(self) -> None:
         """Gives the memory back."""
+        self._numbers.release()
         self._memory.close()
         os.close(self.descriptor)
