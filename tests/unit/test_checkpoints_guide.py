@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_lab import lay
+from store_lab import BUCKET, Store
 from trainer_ranks import Lab, shared_lab
 
 from overnight import trainer
@@ -23,7 +24,7 @@ from overnight.trainer.checkpoint.tracked import state_of
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "checkpoints.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 HANDLE, WRAPPED, WARM, EVERY, KEEP, READ = [text for language, text in BLOCKS if language == "python"]
-(COMMANDS,) = [text.splitlines() for language, text in BLOCKS if language == "sh"]
+STORE, COMMANDS = [text.splitlines() for language, text in BLOCKS if language == "sh"]
 
 SETUP = """
 import torch
@@ -77,7 +78,7 @@ def run(lab: Lab, folder: Path, body: str, *, ranks: int = 1, env: dict[str, str
 
 
 def test_every_block_is_run() -> None:
-    assert [language for language, _ in BLOCKS] == ["python"] * 5 + ["yaml", "toml", "sh", "python"]
+    assert [language for language, _ in BLOCKS] == ["python"] * 5 + ["sh", "yaml", "toml", "sh", "python"]
 
 
 def test_a_handle(lab: Lab, tmp_path: Path) -> None:
@@ -121,6 +122,36 @@ with trainer.run() as run:
 """
     said = run(lab, home, body, env={"OVERNIGHT_TRIAL_DIR": str(home / "trials" / "mine")})
     assert f"0 {{{value}}} {lr}\n" in said
+
+
+def test_a_place_behind_a_url(
+    lab: Lab, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real S3 server stands in for the guide's, and as many lines as the guide has are done."""
+    monkeypatch.chdir(tmp_path)
+    for name in store.credentials:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OVERNIGHT_HOME", str(tmp_path / "home"))
+    exported: dict[str, str] = {}
+    told: list[str] = []
+    for line in STORE:
+        program, *words = shlex.split(line, comments=True)
+        match program:
+            case "export":
+                new = dict(word.split("=", 1) for word in words)
+                exported |= new | ({"AWS_ENDPOINT_URL": store.url} if "AWS_ENDPOINT_URL" in new else {})
+            case "python":
+                assert words == ["train.py"] and f"://{BUCKET}/" in exported["OVERNIGHT_CHECKPOINTS"]
+                run(lab, tmp_path, "with trainer.run() as run:\n    train(run, net)\n", env=exported)
+                for name, value in exported.items():
+                    monkeypatch.setenv(name, value)
+            case _:
+                assert (program, app.run(words)) == ("overnight", 0), capsys.readouterr()
+                told.append(capsys.readouterr().out)
+    assert len(told) == 3 and all("step-3.attempt-1.1" in text for text in told)
+    assert "good" in told[1] and (tmp_path / "model.safetensors").exists()
+    (trial,) = (tmp_path / ".overnight" / "script").iterdir()
+    assert not (trial / "checkpoints").exists() and list(trial.glob("staging/*")) == []
 
 
 def test_reading_with_torch(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
