@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_lab import Store
+from store_lab import BUCKET, Store
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from writing_lab import Memory, client_of, committed, finish, name_of, order, raw
 
-from overnight.core.errors import FencedError, SaveFailedError
+from overnight.core.errors import FencedError, SaveFailedError, SetupError
 from overnight.trainer.checkpoint.fence import claim, next_attempt, read_fences
 from overnight.trainer.checkpoint.manifest import MANIFEST, load_manifest, verify
 from overnight.trainer.checkpoint.place import CheckpointName, Token
@@ -138,6 +138,13 @@ def test_of_two_claims_at_most_one_wins(place: RemotePlace) -> None:
     place.write("fence-2.1.json.claim-00ff", b"")
     assert not place.create("fence-2.1.json", b"c"), "somebody else is about to"
     assert place.tokens() == [Token(1), Token(2)] and place.read("fence-1.1.json") == b"a"
+
+
+def test_a_mistyped_bucket_is_an_error_and_is_not_made(place: RemotePlace) -> None:
+    other = RemotePlace("s3://experimnets/trial", place.files, "experimnets/trial")
+    with pytest.raises(SetupError, match="'experimnets'"):
+        claim(other, Token(1), None)
+    assert place.files.ls("") == [BUCKET]
 
 
 def test_patience_ends_and_refusals_are_final() -> None:

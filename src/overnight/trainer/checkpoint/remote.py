@@ -28,6 +28,8 @@ Listed = list[tuple[str, dict[str, Any]]]
 """Names in a folder, and what the driver says of each."""
 
 _EXTRAS = {"s3": "overnight[s3]", "s3a": "overnight[s3]"}
+_WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci"))
+"""Protocols of object stores. Asked for a folder, their drivers would make the bucket, be its name ever so mistyped."""
 
 
 class RemotePlace(Place):
@@ -46,6 +48,7 @@ class RemotePlace(Place):
         self.files = files
         self._root = root.rstrip("/")
         self._discretion = Discretion(url, getattr(files, "storage_options", {}))
+        self._has_folders = _WITHOUT_FOLDERS.isdisjoint(_protocols_of(files))
         self._has_one_connection = not getattr(files, "async_impl", False)
         self._turn = threading.RLock()
 
@@ -122,16 +125,28 @@ class RemotePlace(Place):
         return cast(bytes, self.call(lambda: self.files.cat_file(self.full(path), start=offset, end=end)))
 
     def write(self, path: str, data: bytes) -> None:
-        """Puts an object, which readers see whole or not at all; makes the folder around it where the store has any."""
+        """Puts an object, which readers see whole or not at all; makes the folder around it where the store has any.
+
+        Raises:
+            SetupError: There is no such bucket.
+        """
         self.make_folder(path)
-        self.call(lambda: self.files.pipe_file(self.full(path), data))
+        try:
+            self.call(lambda: self.files.pipe_file(self.full(path), data))
+        except FileNotFoundError as error:
+            if self._has_folders:
+                raise
+            bucket = self._root.partition("/")[0]
+            raise SetupError(
+                f"{self} has no bucket {bucket!r}", hint="Make the bucket, or correct the address."
+            ) from error
 
     def make_folder(self, path: str) -> None:
         """Makes the folder around a file, where the store has folders."""
         parent = self.full(path).rpartition("/")[0]
-        if "/" not in parent.strip("/"):
-            return  # the bucket, which must be there
-        with contextlib.suppress(FileExistsError, PermissionError):  # an object store may refuse: it has no folders
+        if not self._has_folders or "/" not in parent.strip("/"):
+            return
+        with contextlib.suppress(FileExistsError, PermissionError):  # of an object store that is not in the list
             self.call(lambda: self.files.makedirs(parent, exist_ok=True))
 
     def create(self, path: str, data: bytes) -> bool:
@@ -250,6 +265,11 @@ class RemotePlace(Place):
 
     def __str__(self) -> str:
         return shown(self.url)
+
+
+def _protocols_of(files: Any) -> tuple[str, ...]:
+    protocol: str | tuple[str, ...] = files.protocol
+    return (protocol,) if isinstance(protocol, str) else protocol
 
 
 class Glance(RemotePlace):
