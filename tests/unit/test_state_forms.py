@@ -30,13 +30,14 @@ def tensors() -> list[torch.Tensor]:
         *(wave, wave.conj(), wave.conj().imag, wave[:1].conj(), wave[:1], wave[:1].imag, wave[:1].conj().imag),
         torch.empty(2, 4, 3, 3).to(memory_format=torch.channels_last),
         torch.empty(2, 4, 3, 3),
+        torch.empty(3, 4, device="meta"),
     ]
 
 
 def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     is_contiguous = tensor.is_contiguous()
     strides = () if is_contiguous else tensor.stride()
-    return tensor.shape, is_contiguous, strides, tensor.dtype, tensor.is_neg(), tensor.is_conj()
+    return tensor.shape, is_contiguous, strides, tensor.dtype, tensor.device, tensor.is_neg(), tensor.is_conj()
 
 
 def check_pairs(found: Sequence[torch.Tensor]) -> None:

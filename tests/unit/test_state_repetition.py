@@ -214,6 +214,29 @@ def test_a_change_of_form_in_the_same_memory_is_seen() -> None:
             require_as_new(encoder.encode(states), states)
 
 
+def test_a_tensor_that_has_given_its_memory_away_is_refused_the_second_time_too() -> None:
+    encoder, weight = Encoder(), torch.ones(8)
+    states = {"it": {"w": weight, "e": torch.empty(0)}}
+    for _ in range(2):
+        encoded = encoder.encode(states)
+        assert encoded.addresses.tolist() == [weight.data_ptr(), 0]
+        weight.untyped_storage().resize_(0)
+        with pytest.raises(SaveFailedError, match=r"it\.w has no memory"):
+            encoder.encode(states)
+        weight.untyped_storage().resize_(32)
+
+
+def test_two_views_whose_strides_do_not_matter_are_one_the_second_time_too() -> None:
+    base = torch.arange(6.0)
+    states = {"it": {"a": base.as_strided((1, 6), (6, 1)), "b": base.as_strided((1, 6), (99, 1))}}
+    encoder = Encoder()
+    for _ in range(3):
+        encoded = encoder.encode(states)
+        require_as_new(encoded, states)
+        assert list(encoded.leaves) == ["it.a"]
+        states = {"it": {"a": base.as_strided((1, 6), (99, 1)), "b": base.as_strided((1, 6), (6, 1))}}
+
+
 def test_the_memory_of_tensors_with_one_address_and_other_strides_is_not_mixed_up() -> None:
     base = torch.arange(40.0)
     encoder, state = Encoder(), {"a": base.as_strided((3, 4), (4, 1)), "b": base.as_strided((3, 4), (8, 2))}

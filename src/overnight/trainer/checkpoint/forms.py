@@ -21,7 +21,7 @@ _Check = Callable[..., bool]
 
 
 class Form:
-    """Shapes, strides, types and lazy signs of tensors.
+    """Shapes, strides, types, devices and lazy signs of tensors.
 
     Args:
         tensors: Any; they are not kept.
@@ -36,6 +36,7 @@ class Form:
         self._contiguous = list(map(of.is_contiguous, tensors))
         self._strides = [tensor.stride() for tensor in self._scattered(tensors)]
         self._dtypes = [tensor.dtype for tensor in tensors]
+        self._devices = [tensor.device for tensor in tensors]
         self._negated = list(map(of.is_neg, tensors))
         self._conjugated = list(map(of.is_conj, tensors))
         self._is_complex = any(dtype.is_complex for dtype in set(self._dtypes))
@@ -59,6 +60,7 @@ class Form:
             and list(map(of.is_contiguous, tensors)) == self._contiguous
             and [tensor.stride() for tensor in self._scattered(tensors)] == self._strides
             and [tensor.dtype for tensor in tensors] == self._dtypes
+            and [tensor.device for tensor in tensors] == self._devices
             and list(map(of.is_neg, tensors)) == self._negated
             and (not self._is_complex or list(map(of.is_conj, tensors)) == self._conjugated)
         )
@@ -111,6 +113,7 @@ def _examples() -> list[tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
         torch.zeros(2, 6)[:, ::2],
         torch.zeros(2, 3, dtype=torch.float64),
         torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(2, 3, device="meta"),
         torch._neg_view(table),
         table.to_sparse(),
     ]

@@ -123,7 +123,8 @@ class _Flat:
         skeleton: Containers with their keys and the types of what is in them, in order.
         units: The parts.
         tensors: All tensors, and arrays as tensors of bytes; in the order in which they are encoded.
-        addresses: Where each begins; of empty ones something that tells their memory from others.
+        addresses: Where each begins, 0 of empty ones.
+        memories: The same; of empty ones something that tells their memory from others.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -131,7 +132,22 @@ class _Flat:
         self.skeleton: list[Any] = []
         self.units: list[_Unit] = []
         self.tensors: list[torch.Tensor] = []
-        self.addresses = np.empty(0, np.uint64)
+        self.addresses = self.memories = np.empty(0, np.uint64)
+
+    def locate(self) -> None:
+        """Looks where all tensors are.
+
+        Raises:
+            _OddError: One has given its memory away and kept its shape.
+        """
+        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.addresses = self.memories = np.array(addresses, dtype=np.uint64)
+        if 0 in addresses:
+            empty = [index for index, address in enumerate(addresses) if not address]
+            if any(self.tensors[index].numel() for index in empty):
+                raise _OddError
+            self.memories = self.addresses.copy()
+            self.memories[empty] = [self.tensors[index].untyped_storage()._cdata for index in empty]
 
     def add_unit(self, name: str, key: str | None, value: Any) -> None:
         plain: list[Any] = []
@@ -215,11 +231,7 @@ def _flatten(states: Mapping[str, Any]) -> _Flat | None:
                     flat.add_unit(name, key, value)
             else:
                 flat.add_unit(name, None, state)
-        addresses = list(map(torch.Tensor.data_ptr, flat.tensors))
-        if 0 in addresses:
-            pairs = zip(addresses, flat.tensors, strict=True)
-            addresses = [address or tensor.untyped_storage()._cdata for address, tensor in pairs]
-        flat.addresses = np.array(addresses, dtype=np.uint64)
+        flat.locate()
     except (_OddError, RecursionError, *UNUSUAL):
         return None
     return flat
@@ -293,9 +305,8 @@ class _Kept:
         self._seen = walk.seen
         self._skeleton = flat.skeleton
         self._form = Form(flat.tensors)
-        self._addresses = flat.addresses
-        self._sharing = _Sharing(flat.addresses)
-        self._on_cpu = [tensor.is_cpu for tensor in flat.tensors]
+        self._memories = flat.memories
+        self._sharing = _Sharing(flat.memories)
         self._parts: list[tuple[list[Any], Json]] = [
             (unit.plain, objects[unit.name] if unit.key is None else objects[unit.name][unit.key])
             for unit in flat.units
@@ -303,16 +314,12 @@ class _Kept:
         self._texts: list[tuple[Json, str] | None] = [None] * len(flat.units)
 
     def fits(self, flat: _Flat) -> bool:
-        """Whether only content differs, and the addresses of what is on the same kind of device."""
-        if self._skeleton != flat.skeleton:
+        """Whether only content and addresses differ."""
+        if self._skeleton != flat.skeleton or not self._form.is_of(flat.tensors):
             return False
-        elsewhere = np.flatnonzero(self._addresses != flat.addresses).tolist()
-        if any(flat.tensors[index].is_cpu != self._on_cpu[index] for index in elsewhere):
-            return False
-        if not self._form.is_of(flat.tensors):
-            return False
-        self._addresses = flat.addresses
-        return not elsewhere or self._sharing.holds(flat.addresses, elsewhere)
+        elsewhere = np.flatnonzero(self._memories != flat.memories).tolist()
+        self._memories = flat.memories
+        return not elsewhere or self._sharing.holds(flat.memories, elsewhere)
 
     def jsons_of(self, flat: _Flat) -> list[Json] | None:
         """JSON of each part: the one that is kept if all its numbers and strings are the same.

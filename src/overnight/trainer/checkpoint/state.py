@@ -141,7 +141,7 @@ def _same(leaf: Leaf, other: Leaf) -> bool:
     one, two = leaf.tensor, other.tensor
     return (
         one.shape == two.shape
-        and one.stride() == two.stride()
+        and ((one.is_contiguous() and two.is_contiguous()) or one.stride() == two.stride())
         and one.dtype == two.dtype
         and one.device == two.device
         and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())
@@ -279,7 +279,14 @@ class Encoding:
         whole: tuple[int, ...] | None = None,
         at: tuple[int, ...] | None = None,
     ) -> str:
-        memory = tensor.data_ptr() or tensor.untyped_storage()._cdata
+        memory = tensor.data_ptr()
+        if not memory:
+            if tensor.numel():
+                raise SaveFailedError(
+                    f"{path} has no memory: its storage was resized to nothing",
+                    hint="Give it memory again before the update ends, or track it only while it has some.",
+                )
+            memory = tensor.untyped_storage()._cdata
         leaf = Leaf(path if path not in self.leaves else self._unused(path), tensor, on, whole, at)
         here = self._by_memory.get(memory)
         if here is None:
