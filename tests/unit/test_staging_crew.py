@@ -1,6 +1,7 @@
 """Copies on all cores where none is free: which that is, and that the bytes are the same."""
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -175,6 +176,64 @@ def test_where_the_system_does_not_allow_it_one_copies(
     copied(crew)
     assert not asked, "it is asked once"
     crew.close()
+
+
+def test_memory_that_only_a_file_can_be_written_from_is_copied_by_one(
+    copied: Callable[[Crew], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as memory that the kernel does not pin."""
+    whole, num_calls = crew_module.copy_pieces, itertools.count()
+
+    def sometimes(address: int, rows: Rows) -> None:
+        if next(num_calls) % 3 == 1:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        whole(address, rows)
+
+    monkeypatch.setattr(crew_module, "copy_pieces", sometimes)
+    crew = Crew(Given(True))
+    for _ in range(3):
+        copied(crew)
+    assert next(num_calls) > 6, "it is tried again each time"
+    crew.close()
+
+
+@pytest.mark.parametrize("num_started", range(3))
+def test_a_thread_that_cannot_be_had_leaves_none_behind_that_writes_later(
+    num_started: int, copied: Callable[[Crew], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, start, num_starts = crew_module.copy_pieces, threading.Thread.start, itertools.count()
+    slow, calls = threading.Event(), []
+
+    def late(address: int, rows: Rows) -> None:
+        if threading.current_thread().name.startswith("overnight-copying"):
+            slow.wait(0.2)
+        calls.append(address)
+        whole(address, rows)
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("overnight-copying") and next(num_starts) >= num_started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(crew_module, "copy_pieces", late)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    crew = Crew(Given(True))
+    copied(crew)
+    assert not threads()
+    num_calls = len(calls)
+    copied(crew)
+    assert len(calls) == num_calls, "from then on one copies alone"
+
+
+def test_a_call_that_copies_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from overnight.trainer.checkpoint.staging import gather as gather_module
+
+    for name in ("_readv", "_pwritev"):
+        monkeypatch.setattr(gather_module, name, lambda *arguments: 0)
+    crew, arena = Crew(Given(True)), Arena(MIN_SHARED_BYTES, 1)
+    with pytest.raises(OSError, match="nothing"):
+        crew.copy(Gather(0, [MIN_SHARED_BYTES]), arena, np.array([arena.address], dtype=np.uint64))
+    arena.close()
 
 
 def test_a_system_that_does_not_know_the_call(monkeypatch: pytest.MonkeyPatch, copied: Callable[[Crew], None]) -> None:

@@ -9,7 +9,7 @@ on it costs least.
 import errno
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -107,26 +107,27 @@ class Crew:
         self._cores.begin()
 
     def _copy_together(self, group: Gather, arena: Arena, addresses: NDArray[np.uint64]) -> bool:
-        """Whether the system allows it."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num - 1, "overnight-copying")
-        (own_offset, own), *others = group.shares(addresses, self._num)
-        futures = [self._pool.submit(copy_pieces, arena.address + offset, rows) for offset, rows in others]
+        """Whether all is copied. If not, nobody goes on to, and one thread may try in its own way."""
+        is_done = False
         try:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._num - 1, "overnight-copying")
+            (own_offset, own), *others = group.shares(addresses, self._num)
+            futures = [self._pool.submit(copy_pieces, arena.address + offset, rows) for offset, rows in others]
             copy_pieces(arena.address + own_offset, own)
             for future in futures:
                 future.result()
-        except OSError as error:
-            if error.errno not in _NOT_ALLOWED:
-                raise
-            self._num = 1
-            return False
+            is_done = True
+        except (OSError, RuntimeError) as error:  # there is memory that only a file can be written from; or no thread
+            if not isinstance(error, OSError) or error.errno in _NOT_ALLOWED:
+                self._num = 1
         finally:
-            wait(futures)  # whatever happened, nobody may go on to write
-        return True
+            if not is_done:
+                self.close()
+        return is_done
 
     def close(self) -> None:
-        """Ends the threads. Safe to call twice."""
+        """Ends the threads; what none of them has begun is not done any more. Safe to call twice."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.shutdown()
+            pool.shutdown(cancel_futures=True)

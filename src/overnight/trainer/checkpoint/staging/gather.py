@@ -154,6 +154,8 @@ def _move(call: Callable[[int, Rows], int], rows: Rows) -> None:
             if number == errno.EINTR:
                 continue
             raise OSError(number, os.strerror(number))
+        if moved == 0:  # no kernel does, and the next step would wait for ever
+            raise OSError(errno.EIO, "nothing of the state was copied")
         done += moved
         first = _advance(rows, first, moved)
 
