@@ -104,6 +104,7 @@ WALL_CLOCK = re.compile(
     r"|\b(local|gm|c)time\(|\bst_[amc]time|\bgetmtime\b"
 )
 TELL_THE_TIME = {
+    "checkpoint/place.py": "how old a file is, by the clock of the disk alone: that of a file made for it less its own",
     "metrics.py": "when a value was logged, for people",
     "phases.py": "how long ago the attempt was launched, for the ledger: never longer than this process is old",
     "checkpoint/manifest.py": "when a checkpoint was made, for people",

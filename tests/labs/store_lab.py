@@ -100,9 +100,11 @@ def running_store() -> Iterator[Store]:
 @contextmanager
 def lent(store: Store, set_variable: Callable[[str, str], None]) -> Iterator[Store]:
     """A server for one test: its credentials are in the environment, and none of its answers fails afterwards."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # it keeps the endpoints of earlier environments
     for name, value in store.credentials.items():
         set_variable(name, value)
     try:
         yield store
     finally:
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         store.failing = store.tampering = lambda method, path: False
