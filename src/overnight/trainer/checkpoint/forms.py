@@ -13,9 +13,6 @@ from typing import TypeVar
 
 import torch
 
-UNUSUAL = (RuntimeError, NotImplementedError)
-"""What tensors raise that have no address, shape or strides: sparse and nested ones, and others."""
-
 _T = TypeVar("_T")
 _Check = Callable[..., bool]
 
@@ -27,7 +24,7 @@ class Form:
         tensors: Any; they are not kept.
 
     Raises:
-        RuntimeError, NotImplementedError: One has no shape or strides.
+        RuntimeError: One has no shape or strides: a sparse or nested one, and others.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -45,12 +42,12 @@ class Form:
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether so many other tensors have it."""
         if self._check is not None:
-            with suppress(*UNUSUAL):
+            with suppress(RuntimeError):
                 if self._check(*tensors):
                     return True
         try:
             return self._is_of_each(tensors)
-        except UNUSUAL:
+        except RuntimeError:
             return False
 
     def _is_of_each(self, tensors: Sequence[torch.Tensor]) -> bool:

@@ -28,6 +28,9 @@ Listed = list[tuple[str, dict[str, Any]]]
 """Names in a folder, and what the driver says of each."""
 
 _EXTRAS = {"s3": "overnight[s3]", "s3a": "overnight[s3]"}
+_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Goes on while the machine sleeps; macOS knows the second only, which does there."""
+
 _WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci"))
 """Protocols of object stores. Asked for a folder, their drivers would make the bucket, be its name ever so mistyped."""
 
@@ -158,7 +161,7 @@ class RemotePlace(Place):
         Raises:
             TimeoutError: That took so long that the claim may be gone.
         """
-        began = time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
+        began = time.clock_gettime(_CLOCK)
         claim = f"{path}.claim-{os.urandom(8).hex()}"
         self.write(claim, b"")
         folder, _, name = path.rpartition("/")
@@ -167,7 +170,7 @@ class RemotePlace(Place):
         try:
             if rivals:
                 return False
-            if time.clock_gettime(time.CLOCK_BOOTTIME) - began > CLAIM_SECONDS:
+            if time.clock_gettime(_CLOCK) - began > CLAIM_SECONDS:
                 raise TimeoutError(f"{path} was not claimed within {CLAIM_SECONDS:.0f} s")
             return self._create_exclusively(path, data)
         finally:

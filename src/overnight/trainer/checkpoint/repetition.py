@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from overnight.trainer.checkpoint.forms import UNUSUAL, Form
+from overnight.trainer.checkpoint.forms import Form
 from overnight.trainer.checkpoint.state import (
     PLAIN,
     Encoded,
@@ -62,13 +62,13 @@ class Encoder:
                 if jsons is not None:
                     self._kept = kept
                     return _Repeated(kept, flat, jsons)
-        with suppress(RecursionError, RuntimeError):  # it contains itself, or a thread changes its keys: said below
+        with suppress(RuntimeError):  # it contains itself, or a thread changes its keys: said below
             states = _copied(dict(states))
         walk = Encoding()
         objects = walk.encode_all(states)
         flat = _flatten(states)
         if flat is not None and len(walk.seen) == len(flat.tensors):  # quantized ones are no leaves
-            with suppress(*UNUSUAL):
+            with suppress(RuntimeError):
                 self._kept = _Kept(flat, walk, objects)
         return Encoded(objects, walk.leaves, self._kept)
 
@@ -232,7 +232,7 @@ def _flatten(states: Mapping[str, Any]) -> _Flat | None:
             else:
                 flat.add_unit(name, None, state)
         flat.locate()
-    except (_OddError, RecursionError, *UNUSUAL):
+    except (_OddError, RuntimeError):
         return None
     return flat
 
@@ -345,7 +345,7 @@ class _Kept:
         try:
             value = _copied(unit.value)
             again.add_unit(unit.name, unit.key, value)
-        except (_OddError, RecursionError, RuntimeError):
+        except (_OddError, RuntimeError):
             return None
         if again.skeleton != self._skeleton[unit.skeleton]:
             return None
