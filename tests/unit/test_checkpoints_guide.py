@@ -98,7 +98,12 @@ with trainer.run(every=None) as run:
 
 
 def test_the_wrapper_of_three_ranks(lab: Lab, tmp_path: Path) -> None:
-    run(lab, tmp_path, f"with trainer.run() as run:\n    {WRAPPED}    train(run, model)\n", ranks=2)
+    body = "with trainer.run() as run:\n    {}    train(run, model)\n"
+    plain = "model = torch.nn.parallel.DistributedDataParallel(net)\n"
+    doubt = "the first update after a resume may differ"
+    for name, wrapped in (("plain", plain), ("guide", WRAPPED)):
+        (folder := tmp_path / name).mkdir()
+        assert (doubt in run(lab, folder, body.format(wrapped), ranks=3)) == (wrapped == plain)
 
 
 def test_when_and_which(lab: Lab, tmp_path: Path) -> None:
